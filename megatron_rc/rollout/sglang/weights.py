@@ -1,5 +1,6 @@
 """The update protocol: every server has the new weights and proved it, or it leaves the rotation."""
 
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -14,11 +15,8 @@ from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.proof import Checksums, Delivery, mean_difference, not_sent, not_taken, odd_ones_out
-from megatron_rc.rollout.sglang.send_disk import DiskSync
-from megatron_rc.rollout.sglang.send_group import GroupSync
-from megatron_rc.rollout.sglang.send_tensor import TensorSync
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.settings.sglang import SGLangSettings, SyncTransport
+from megatron_rc.settings.sglang import TRANSPORTS, SGLangSettings
 
 T = TypeVar("T")
 
@@ -52,19 +50,12 @@ class WeightSync:
         self.transport.close()
 
 
-TRANSPORTS: dict[SyncTransport, Callable[[SGLangSettings, Mapping[str, Any]], Transport]] = {
-    "disk": DiskSync,
-    "tensor": TensorSync,
-    "distributed": GroupSync,
-}
-"""By the value of rollout.sglang.weight_sync."""
-
-
 def weight_sync(
     settings: SGLangSettings, hf_config: Mapping[str, Any], probe: Callable[[list[int]], list[float]] | None = None
 ) -> WeightSync:
     """The transport that ``settings`` name, for servers with this config.json, with nothing sent yet."""
-    transport = TRANSPORTS[settings.weight_sync](settings, hf_config)
+    sender: type[Transport] = pkgutil.resolve_name(f"{__package__}.{TRANSPORTS[settings.weight_sync].sender}")
+    transport = sender(settings, hf_config)
     return WeightSync(transport, hf_config, settings.timeout_s, probe)
 
 
