@@ -22,10 +22,18 @@ class TransportKind(NamedTuple):
 PORTABLE_TRANSPORT = "tensor"
 """Needs neither, so that it reaches any server from any process."""
 TRANSPORTS = {
-    "disk": TransportKind("send_disk:DiskSync", "servers load a checkpoint from `sync_dir`.", needs_folder=True),
-    PORTABLE_TRANSPORT: TransportKind("send_tensor:TensorSync", "requests carry the weights."),
+    "disk": TransportKind(
+        "send_disk:DiskSync",
+        "servers load a checkpoint from `sync_dir`; for any server and layout, and the slowest.",
+        needs_folder=True,
+    ),
+    PORTABLE_TRANSPORT: TransportKind(
+        "send_tensor:TensorSync", "requests carry the weights; for small models and servers on the same host."
+    ),
     "distributed": TransportKind(
-        "send_group:GroupSync", "the trainer broadcasts the weights over NCCL or gloo.", needs_devices=True
+        "send_group:GroupSync",
+        "the trainer broadcasts the weights over NCCL or gloo; for servers on other GPUs.",
+        needs_devices=True,
     ),
 }
 
