@@ -71,7 +71,7 @@ def amplified(tensor: Tensor, scale: float, *, name: str, noise: int | str) -> T
     Args:
         tensor: any shape and float dtype; std is over all its elements, so a constant tensor stays as it is.
         name: of the tensor.
-        noise: names the draw, such as the version of the weights. z depends on both names alone, and is therefore the
+        noise: name of the draw, such as the version of the weights. z depends only on ``name`` and this, so it is the
             same on every rank and device and in every run.
 
     Returns:

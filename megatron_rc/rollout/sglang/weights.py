@@ -1,4 +1,4 @@
-"""The update protocol: every server has the new weights and proved it, or it leaves the rotation."""
+"""The update protocol: a server proves that it has the new weights, or it leaves the rotation."""
 
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ _LAYOUT_FIELDS = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantiz
 
 @dataclass
 class WeightSync:
-    """How the trainer's writing process updates its servers, and what it knows of them since the last update."""
+    """How the writing process updates the servers, and what it knows about them from the last update."""
 
     transport: Transport
     hf_config: Mapping[str, Any]
@@ -42,7 +42,7 @@ class WeightSync:
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once per update, in the writing process alone, after all weights were taken."""
     accepted: Delivery | None = None
-    """The last update that servers passed."""
+    """The last update that any server passed."""
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
     """Version and checksums after the last update that a server passed, by url."""
 
@@ -132,7 +132,7 @@ class _Update:
         return results
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Go on without these servers, as long as there are others."""
+        """Go on without these servers; raise ValueError if none is left."""
         self.give_up(failures)
         if not self.live:
             listed = "; ".join(f"{url}: {sentence}" for url, sentence in self.reasons.items())
@@ -166,7 +166,7 @@ class _Update:
                 continue
             sentence = not_sent(names, held[server.url])
             known_version, before = self.sync.known.get(server.url, ("", []))
-            # of a server that was restarted, or updated by someone else, no earlier checksums are known
+            # after a restart, or an update by someone else, the earlier checksums are unknown
             if sentence is None and known_version == versions[server.url] and len(before) == len(held[server.url]):
                 sentence = not_taken(changed, before, held[server.url])
             if sentence is not None:
@@ -201,7 +201,7 @@ class _Update:
         tolerance = PROBE_TOLERANCE[dtype] * fmean(map(abs, expected))
         for url, values in logprobs.items():
             difference = mean_difference(values, expected)
-            # written so that NaN fails
+            # not >, so that NaN fails
             if not difference <= tolerance:
                 failures[url] = (
                     f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:.2g}"
