@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.reference.log_ratio import LogRatio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3
 from megatron_rc.correction.reference.segments import segment_reduce
 
 LARGEST_K3 = 0.5
@@ -20,7 +20,7 @@ def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
     if name == "k2":
         return value.square() / 2
     if name == "k3":
-        return value.expm1() - value
+        return k3(value)
     if name == "abs_log_ratio":
         return value.abs()
     if name == "prob_diff":
