@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
-from megatron_rc.correction.reference.log_ratio import LogRatio, log_ratio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
@@ -90,7 +90,7 @@ def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]
     ell = ratio.value.clamp(-bound, bound)
     return {
         "k1": -ell,
-        "k3": ell.expm1() - ell,
+        "k3": k3(ell),
         "chi2_token": ell.expm1().square(),
         "weight": corrected.weights.clone(),
         "weight_squared": corrected.weights.square(),

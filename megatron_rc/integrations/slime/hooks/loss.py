@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
+from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.hooks.pg_loss_reducer import reducer
@@ -167,7 +168,7 @@ def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_m
         if args.kl_loss_type == "low_var_kl":
             # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
             gap = gap.clamp(-80, 80)
-        kl = torch.expm1(-gap) + gap
+        kl = k3(-gap)
     else:
         raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
     if args.use_unbiased_kl:
