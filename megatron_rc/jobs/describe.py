@@ -99,7 +99,7 @@ def _type_name(hint: Any) -> str:
         return " | ".join(map(str, typing.get_args(hint)))
     if type(None) in typing.get_args(hint):
         return " | ".join(_type_name(arg) if arg is not type(None) else "null" for arg in typing.get_args(hint))
-    return str(hint).replace("typing.", "").replace("megatron_rc.correction.settings.", "")
+    return str(hint).replace("typing.", "").replace("megatron_rc.correction.rejection.", "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

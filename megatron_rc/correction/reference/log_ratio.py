@@ -65,7 +65,7 @@ def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^l - 1 - l of every log-ratio l: an estimator of KL(mu || pi) from samples of mu; exact where l is small."""
+    """e^l - 1 - l. Through expm1, because near l = 0 e^l - 1 would lose all digits to cancellation."""
     return log_ratio.expm1() - log_ratio
 
 

@@ -46,7 +46,7 @@ def _sees_one_micro_batch(args: Any) -> bool:
 
 
 def _unknown_statistics(args: Any) -> list[str]:
-    known = (*STATISTICS, ROUTE_SHIFT) if args.settings.routes else STATISTICS
+    known = (*STATISTICS, ROUTE_SHIFT) if args.settings.routes else tuple(STATISTICS)
     return [each.statistic for each in args.correction.reject if each.statistic not in known]
 
 
