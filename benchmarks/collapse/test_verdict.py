@@ -29,7 +29,7 @@ from collapse.rules import (
     verdict,
 )
 from collapse.runs import PLAIN, TUNING, Arm, Results, by_arm, load
-from megatron_rc.analyze.covered import LAB, Covered
+from megatron_rc.analyze.lab_range import LAB, Covered
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.endpoints import outcome
 

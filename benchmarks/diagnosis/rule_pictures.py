@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.factors import LOG_MU_EDGES
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
 PICTURES = Path(__file__).parents[2] / "docs/images/rules"
 HEALTHY = "healthy-bf16"

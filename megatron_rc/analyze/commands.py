@@ -54,8 +54,7 @@ def analyze(
     """
     from rich.console import Console
 
-    from megatron_rc.analyze import gate as gates
-    from megatron_rc.analyze import output, terminal
+    from megatron_rc.analyze import conditions, output, terminal
     from megatron_rc.analyze.diagnosis import diagnose_dump
     from megatron_rc.analyze.pages import html as pages
 
@@ -73,7 +72,7 @@ def analyze(
         terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
-    outcomes = gates.check(diagnosis, gate) if gate else []
+    outcomes = conditions.check(diagnosis, gate) if gate else []
     if gate and gate_format == "junit":
         print(output.junit(outcomes))
     elif gate and gate_format == "github":

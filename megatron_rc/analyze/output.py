@@ -6,13 +6,13 @@ import math
 from typing import Any
 from xml.etree import ElementTree
 
-from megatron_rc.analyze.decomposition import Decomposition
+from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.gate import Outcome
-from megatron_rc.analyze.honesty import Honesty
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.timeline import Timeline
+from megatron_rc.analyze.statistics.decomposition import Decomposition
+from megatron_rc.analyze.statistics.honesty import Honesty
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.timeline import Timeline
 
 SCHEMA_VERSION = 1
 """Rises when a key changes its meaning or is removed; keys may be added at any time."""

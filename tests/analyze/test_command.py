@@ -15,7 +15,7 @@ import pytest
 from refusals import Ended, run
 
 from megatron_rc.analyze import output
-from megatron_rc.analyze.gate import Outcome
+from megatron_rc.analyze.conditions import Outcome
 
 RESPONSES, LENGTH = 24, 30
 

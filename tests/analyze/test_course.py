@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from simulated_dumps import diagnosed
 
-from megatron_rc.analyze import output, words
-from megatron_rc.analyze.changes import find_changes
+from megatron_rc.analyze import output, report_text
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.decomposition import between, decompose
-from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
 from megatron_rc.analyze.pages.steps import over_steps
-from megatron_rc.analyze.steps import Step, StepSums
-from megatron_rc.analyze.sums import sequence_sums
-from megatron_rc.analyze.timeline import logged_beside, timeline
+from megatron_rc.analyze.statistics.changes import find_changes
+from megatron_rc.analyze.statistics.decomposition import between, decompose
+from megatron_rc.analyze.statistics.lead_lag import FEWEST, lead_lag
+from megatron_rc.analyze.statistics.steps import Step, StepSums
+from megatron_rc.analyze.statistics.sums import sequence_sums
+from megatron_rc.analyze.statistics.timeline import logged_beside, timeline
 
 
 def step_chunk(
@@ -208,7 +208,7 @@ def test_the_terminal_line_names_growth_cause_and_jump_which_the_picture_marks()
     found = diagnosed(*chunks)
     assert found.timeline is not None
     assert [jump.step for jump in found.timeline.jumps] == [18]
-    line = words.course(found.decomposition, found.timeline)
+    line = report_text.course(found.decomposition, found.timeline)
     assert line.startswith("k3 grew")
     assert "from steps 10-13 to steps 22-25: engine 100" in line
     assert line.endswith("jump at step 18")

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, world
 
-from megatron_rc.analyze import changes, gate, output
+from megatron_rc.analyze import conditions, output
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
+from megatron_rc.analyze.statistics import changes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/analyze.ipynb"
@@ -76,7 +77,7 @@ def test_the_conditions_of_the_page_can_be_read() -> None:
     examples = re.findall(r"--gate '(.+?)'", TEXT)
     assert examples
     for example in examples:
-        assert all(outcome.holds for outcome in gate.check(diagnosis, example))
+        assert all(outcome.holds for outcome in conditions.check(diagnosis, example))
 
 
 def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:

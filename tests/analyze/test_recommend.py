@@ -11,12 +11,12 @@ from simulated_dumps import TRAPS, diagnosed, renormalised_top_p, world, write_d
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose
-from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.recommend import Recommendation, recommend
+from megatron_rc.analyze.lab_range import LAB, Covered
+from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.statistics.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.cli import app
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.run_script import patch_settings

@@ -1,8 +1,8 @@
 """Picture of the error of a truncated importance weight against its bound C."""
 
-from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.card import card
+from megatron_rc.analyze.statistics.bound import GRID
 from megatron_rc.drawing.axes import tight_log_axis
 from megatron_rc.drawing.series import Series
 from megatron_rc.drawing.svg import Line, Shape, chart

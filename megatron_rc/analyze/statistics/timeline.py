@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.changes import MOST, Jump, find_changes
-from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.steps import Step
+from megatron_rc.analyze.statistics.changes import MOST, Jump, find_changes
+from megatron_rc.analyze.statistics.lead_lag import LeadLag, lead_lag
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.steps import Step
 from megatron_rc.learning_rate.surge import SurgeDetector
 from megatron_rc.report.log import FILE_NAME, read_metrics
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.alignment import at_lag
 from megatron_rc.analyze.chunk import Floats
-from megatron_rc.analyze.significance import normal_p
+from megatron_rc.analyze.statistics.alignment import at_lag
+from megatron_rc.analyze.statistics.significance import normal_p
 
 LAGS = tuple(range(-5, 6))
 FEWEST = 24

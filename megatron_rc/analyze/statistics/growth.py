@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.sums import WeightSums
+from megatron_rc.analyze.statistics.sums import WeightSums
 
 LENGTHS = 2 ** np.arange(31)
 """Lengths at which the running sum of log-ratios is recorded."""

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rc import schema
-from megatron_rc.analyze.bound import Bound, sequence_ratio, sequence_terms, token_terms
-from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.lab_range import LAB, Covered
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.tail import LIMIT
+from megatron_rc.analyze.statistics.bound import Bound, sequence_ratio, sequence_terms, token_terms
+from megatron_rc.analyze.statistics.tail import LIMIT
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.files import replace_text
 
