@@ -78,8 +78,8 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
         console.print(f"[dim]Not computed: {name} needs {', '.join(columns)}[/]")
 
 
-def show_gate(outcomes: Sequence[Outcome], *, console: Console) -> None:
-    """Print whether each condition of a gate holds."""
+def show_outcomes(outcomes: Sequence[Outcome], *, console: Console) -> None:
+    """Print whether each condition holds."""
     for outcome in outcomes:
         state = "[green]holds[/]" if outcome.holds else "[bold red]fails[/]"
         console.print(f"{state} {escape(outcome.condition)}: {escape(outcome.sentence)}", soft_wrap=True)

@@ -204,8 +204,8 @@ def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: P
         assert (data["what_if"] is not None) == (flag == "--what-if") and data["recommendation"]["method"]
 
 
-def test_a_gate_is_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
+def test_conditions_are_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
     dump = str(write_dump(truncated, tmp_path / "dump.parquet"))
-    arguments = ["analyze", dump, "--no-html", "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
+    arguments = ["analyze", dump, "--no-html", "--require", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
     refused = CliRunner().invoke(app, arguments)
     assert "holds" in refused.output and "would hide a bug" in str(refused.exception)
