@@ -90,7 +90,7 @@ class Chunk:
 
     @cached_property
     def k3(self) -> Floats:
-        """[N], clamped as log_ratio."""
+        """[N] k3 of each token."""
         return k3(self.log_ratio)
 
     def per_token(self, name: str) -> NDArray[Any]:
@@ -112,6 +112,11 @@ class Chunk:
         offsets = np.concatenate([[0], np.cumsum(self.lengths[keep])])
         sequences = {name: values[keep] for name, values in self.sequences.items()}
         return Chunk(kept.log_pi, kept.log_mu, offsets, kept.tokens, sequences)
+
+
+def k3(log_ratio: Floats) -> Floats:
+    """[N] e^l - 1 - l, without cancellation at small l."""
+    return np.expm1(log_ratio) - log_ratio
 
 
 def loss_tokens(chunk: Chunk) -> Chunk:
