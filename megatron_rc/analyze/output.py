@@ -14,8 +14,8 @@ from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.timeline import Timeline
 
-SCHEMA_VERSION = 1
-"""Rises when a key changes its meaning or is removed; keys may be added at any time."""
+SCHEMA_VERSION = 2
+"""Rises when a key or one of its values changes its meaning or is removed; keys may be added at any time."""
 
 
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:

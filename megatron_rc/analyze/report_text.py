@@ -16,7 +16,7 @@ HEADLINES = {
     Level.BUG: "BUG: the two sides do not compute the same thing",
     Level.SUSPECT: "SUSPECT: a bug fits, and an experiment must decide",
     Level.UNDECIDED: "UNDECIDED: a bug fits, and so does the filter of the responses",
-    Level.STALENESS: "STALENESS: older weights sampled",
+    Level.LAG: "LAG: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
 SERIES_LEVEL = 0.01

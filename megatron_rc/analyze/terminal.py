@@ -17,7 +17,7 @@ STYLES = {
     Level.BUG: "bold red",
     Level.SUSPECT: "bold yellow",
     Level.UNDECIDED: "bold yellow",
-    Level.STALENESS: "bold blue",
+    Level.LAG: "bold blue",
     Level.NUMERICS: "bold green",
 }
 INDENT = (0, 0, 0, 2)
