@@ -114,11 +114,6 @@ class Chunk:
         return Chunk(kept.log_pi, kept.log_mu, offsets, kept.tokens, sequences)
 
 
-def k3(log_ratio: Floats) -> Floats:
-    """[N] e^l - 1 - l, without cancellation at small l."""
-    return np.expm1(log_ratio) - log_ratio
-
-
 def loss_tokens(chunk: Chunk) -> Chunk:
     """The tokens that count in the loss, with the column position instead of loss_mask."""
     columns = {name: values for name, values in chunk.tokens.items() if name != "loss_mask"}
