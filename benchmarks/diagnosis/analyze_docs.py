@@ -38,7 +38,7 @@ THRESHOLDS = (
 
 def column_tables() -> str:
     parts = []
-    per_token = "column per token, beside the two log-probs"
+    per_token = "column per token, besides the two log-probs"
     for title, known in ((per_token, columns.TOKEN_COLUMNS), ("column per response", columns.SEQUENCE_COLUMNS)):
         rows = [(f"`{name}`", column.kind, column.meaning) for name, column in known.items()]
         parts.append(table((title, "kind", "meaning"), rows))

@@ -1,4 +1,4 @@
-"""Draw docs/images/rules/: what each rule sees, in a real dump with its trap beside a healthy one.
+"""Draw docs/images/rules/: what each rule sees, in a real dump with its trap next to a healthy one.
 
 python benchmarks/diagnosis/confusion.py --server     # makes the dumps
 python benchmarks/diagnosis/rule_pictures.py          # draws them

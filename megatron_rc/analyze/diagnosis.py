@@ -19,7 +19,7 @@ from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition, decompose
-from megatron_rc.analyze.statistics.timeline import Logged, Timeline, logged_beside
+from megatron_rc.analyze.statistics.timeline import Logged, Timeline, logged_next_to
 from megatron_rc.analyze.statistics.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.correction.settings import PRESETS
 
@@ -152,7 +152,7 @@ def diagnose_dump(
         dump.format,
         dump.corrupt,
         ignored=dump.ignored,
-        logged=logged_beside(Path(path)),
+        logged=logged_next_to(Path(path)),
         select=select,
         ignore=ignore,
     )

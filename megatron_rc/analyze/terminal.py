@@ -21,6 +21,7 @@ STYLES = {
     Level.NUMERICS: "bold green",
 }
 INDENT = (0, 0, 0, 2)
+"""Padding of what belongs to a verdict: top, right, bottom, left."""
 TOP_FACTORS = 3
 """Most factors that are printed; the page has all of them."""
 IN_FULL = 2

@@ -16,7 +16,7 @@ from megatron_rc.analyze.statistics.decomposition import between, decompose
 from megatron_rc.analyze.statistics.lead_lag import FEWEST, lead_lag
 from megatron_rc.analyze.statistics.steps import Step, StepSums
 from megatron_rc.analyze.statistics.sums import sequence_sums
-from megatron_rc.analyze.statistics.timeline import logged_beside, timeline
+from megatron_rc.analyze.statistics.timeline import logged_next_to, timeline
 
 
 def step_chunk(
@@ -241,9 +241,9 @@ def test_the_log_beside_the_dump_adds_gradient_norms(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for path in (tmp_path / "dump", tmp_path / "dump" / "3.parquet"):
         path.touch() if path.suffix else None
-        assert logged_beside(path)["grad_norm"] == {3: 0.5}
+        assert logged_next_to(path)["grad_norm"] == {3: 0.5}
     (tmp_path / "metrics.jsonl").write_text("[1]\n{}\n")
-    assert logged_beside(tmp_path / "dump") == {}
+    assert logged_next_to(tmp_path / "dump") == {}
 
 
 def test_what_is_not_known_is_named() -> None:

@@ -30,7 +30,7 @@ BY_VALUE = {
     "by_correct": ".ANSWER", "before": ".KEY", "after": ".KEY", "parts": ".PART", "series": ".SERIES",
     "missing": ".SERIES",
 }  # fmt: skip
-"""Keys of which the keys below are values of the dump, and the word that the page has for those."""
+"""Keys whose inner keys are values of the dump, and the word that the page writes for them."""
 
 
 def section(title: str) -> str:

@@ -76,7 +76,7 @@ def test_dynamic_sampling_of_a_usual_size_is_recognised(size: int, count: int, s
 
 
 def dump_of(size: int, right: Sequence[int]) -> OutcomeFilter:
-    """A dump of groups of one size with so many right responses each."""
+    """A dump of groups of one size, with the number of right responses of each."""
     groups = np.repeat(np.arange(len(right)), size)
     return checked(rewarded(groups, np.concatenate([np.arange(size) < k for k in right]).astype(np.float64)))
 
@@ -145,7 +145,7 @@ def with_columns(chunk: Chunk, **columns: Any) -> Diagnosis:
 
 
 def columns_of(count: int, *, filtered: bool) -> dict[str, np.ndarray]:
-    """Pairs of responses of which one is right; without the filter, every other pair has equal rewards."""
+    """Pairs of responses with one right one each; without the filter, every other pair has equal rewards."""
     order = np.arange(count)
     rewards = order % 2.0
     return {"group": order // 2, "reward": rewards if filtered else np.where(order % 4 == 1, 0.0, rewards)}

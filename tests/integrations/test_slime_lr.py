@@ -129,7 +129,7 @@ def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
     assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
 
 
-def test_the_rule_is_logged_beside_the_metrics_of_the_loss() -> None:
+def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
     args = settings(lr_decay={"decay_period": 2}, use_tis=True, **TIS)
     run, seen = Run(args), []
     probs = [torch.full((3,), -1.0)]

@@ -83,7 +83,7 @@ def shifted(lab: Lab) -> Chunk:
 
 
 def zero_filled(lab: Lab) -> Chunk:
-    """Every eighth response has 0.0 in the place of its log-probs."""
+    """Every eighth response has 0.0 instead of its log-probs."""
     planted = lab.healthy_dump
     empty = np.repeat(np.arange(planted.lengths.size) % 8 == 3, planted.lengths)
     return replace(planted, log_mu=np.where(empty, np.float32(0), planted.log_mu))

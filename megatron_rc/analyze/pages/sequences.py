@@ -20,6 +20,7 @@ DRAWN = 30
 POINTS = 100
 """Lengths at which a curve is drawn; twice as many ranks."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Quantiles of the running sums that are drawn: the median, and two bands around it."""
 
 
 def running_sums(evidence: Evidence) -> str:

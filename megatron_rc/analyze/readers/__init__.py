@@ -40,8 +40,8 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     ]
     if not fitting:
         raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
-    beside = [file for file, content in contents.items() if chosen.has_beside(content) and not _known(content)]
-    groups = chosen.groups(sorted({*fitting, *beside}, key=_natural))
+    companions = [file for file, content in contents.items() if chosen.is_companion(content) and not _known(content)]
+    groups = chosen.groups(sorted({*fitting, *companions}, key=_natural))
     return Dump(chosen.title, groups, chosen.read, _ignored(contents, {file for group in groups for file in group}))
 
 
@@ -67,7 +67,7 @@ def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
     example: dict[str, Path] = {}
     for file, content in contents.items():
         if file not in read and content.container != "page":
-            before = any(known.has_beside(content) for known in FORMATS.values())
+            before = any(known.is_companion(content) for known in FORMATS.values())
             known = _known(content)
             kind = known.title if known else "samples before training" if before else "no known format"
             kinds[kind] += 1
