@@ -6,7 +6,7 @@ from megatron_rc.analyze.chunk import Chunk, join
 
 MAX_TOKENS = 1_000_000
 """Most tokens that are kept, so that memory does not grow with the dump."""
-SEED = 1
+SEED = 1  # any: the same dump gives the same sample every time
 
 
 class Reservoir:

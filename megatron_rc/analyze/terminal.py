@@ -20,7 +20,7 @@ STYLES = {
     Level.STALENESS: "bold blue",
     Level.NUMERICS: "bold green",
 }
-INDENT = (0, 0, 0, 2)
+INDENT = (0, 0, 0, 2)  # top, right, bottom, left: texts start below the title's first letters
 TOP_FACTORS = 3
 """Most factors that are printed; the page has all of them."""
 IN_FULL = 2

@@ -19,7 +19,7 @@ DRAWN = 30
 """Responses whose running sum is drawn."""
 POINTS = 100
 """Lengths at which a curve is drawn; twice as many ranks."""
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the middle, around it half of the responses, and nine of ten
 
 
 def running_sums(evidence: Evidence) -> str:
