@@ -1,4 +1,7 @@
-"""The megatron-rc command: train, report, doctor, and what documents them."""
+"""The megatron-rc command: train, report, doctor, and what documents them.
+
+A verb imports its work when it runs, so that --help takes as long as typer does.
+"""
 
 import math
 import os
@@ -10,10 +13,7 @@ import typer
 
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
-from megatron_rc.jobs import run as job
-from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.launch import commands
-from megatron_rc.settings import job as job_settings
 
 HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
 """The names in integrations.hosts, which --help need not import; a test compares both."""
@@ -55,7 +55,10 @@ def train(
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
-    job.train(job_settings.load(config, assignments), fresh=fresh, dump=dump)
+    from megatron_rc.jobs import run
+    from megatron_rc.settings import job
+
+    run.train(job.load(config, assignments), fresh=fresh, dump=dump)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -129,6 +132,8 @@ def grid(
 
     Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
     """
+    from megatron_rc.jobs.run import quiet_imports
+
     quiet_imports()
     from megatron_rc.jobs import grid as grids
     from megatron_rc.jobs.workers import Budget, TooSlow

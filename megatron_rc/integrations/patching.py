@@ -54,11 +54,11 @@ def patch(
         Patch.
 
     Raises:
-        ValueError: nothing is given; lr_decay and lr_gate together, or a gate without the correction that it needs; a
-            head that the host cannot have, settings of another head, or a head without a correction, which leaves
-            log-probs to the host; the host or its version is unknown or not importable; a symbol is missing, has other
-            parameters, or was replaced by somebody else; the host cannot honour `correction`. Nothing has been replaced
-            then.
+        ValueError: nothing is given; lr_decay and lr_gate together, or a gate without the correction that it needs. Or
+            a head that the host cannot have, settings of another head, or a head without a correction, which leaves
+            log-probs to the host. Or the host or its version is unknown or not importable, or cannot honour
+            `correction`. Or a symbol is missing, has other parameters, or was replaced by somebody else. Nothing has
+            been replaced then.
     """
     check_lr_rules(lr_decay, lr_gate, correction)
     lr_rule = lr_decay if lr_gate is None else lr_gate

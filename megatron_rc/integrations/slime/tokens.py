@@ -82,9 +82,9 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
 def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached: metrics per token, which the host averages as it does its own.
 
-    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2, the final
-    weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at corrupt
-    tokens, whose share is nonfinite_share.
+    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides
+    these the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0
+    at corrupt tokens, whose share is nonfinite_share.
     """
     ratio, bound = tokens.log_ratio, corrected.correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
