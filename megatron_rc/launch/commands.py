@@ -36,14 +36,14 @@ def plan(
     other_machines: OtherMachines = [],  # noqa: B006
 ) -> None:
     """Check a job's layout on its cluster, estimate the memory of its GPUs, and print the commands that start it."""
+    from megatron_rc.launch.dry_run import divided, print_dry_run
     from megatron_rc.launch.layout import Options, shell_variables
-    from megatron_rc.launch.plan import make_plan, print_plan
     from megatron_rc.settings import job as job_settings
 
     settings = job_settings.load(recipe, assignments)
     if not shell:
-        return print_plan(settings, Options(recipe=recipe, assignments=assignments))
-    make_plan(settings).check_memory()
+        return print_dry_run(settings, Options(recipe=recipe, assignments=assignments))
+    divided(settings).check_memory()
     print(shell_variables(settings))
 
 

@@ -25,9 +25,9 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
     cluster = settings.cluster
     # transformers, which fills in the fields of a model, takes seconds to import
     if dry_run:
-        from megatron_rc.launch.plan import print_plan
+        from megatron_rc.launch.dry_run import print_dry_run
 
-        return print_plan(settings, options)
+        return print_dry_run(settings, options)
     if cluster.nodes > 1:
         where = "a template of launch/, submitted by sbatch, starts several (docs/launch.md); --dry-run prints how"
         raise ValueError(f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}: {where}")
@@ -37,9 +37,9 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
         trainer = layout.starts_of(settings, options).trainer
         os.execvpe(trainer.words[0], trainer.words, _trainer_environment(trainer))
     say("checking the layout")
-    from megatron_rc.launch.plan import make_plan
+    from megatron_rc.launch.dry_run import divided
 
-    make_plan(settings)
+    divided(settings)
     run(settings, options)
 
 

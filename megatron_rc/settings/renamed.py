@@ -213,7 +213,7 @@ def _edits(place: _Place, row: Renamed, text: str) -> Iterator[_Edit]:
 
 
 def _separator(mapping: Any, key: Any) -> str:
-    """What stands between an entry and the ``key`` after it."""
+    """The text between an entry and the ``key`` after it."""
     return ", " if mapping.flow_style else "\n" + " " * key.start_mark.column
 
 

@@ -84,7 +84,7 @@ def test_a_layout_is_checked_without_importing_megatron() -> None:
     words = [sys.executable, "-m", "megatron_rc", "launch", RECIPE, "--dry-run", "--nodes", "4", "--set", "train.lr=1"]
     watched = environment(PYTHONPROFILEIMPORTTIME="1")
     run = subprocess.run(words, env=watched, capture_output=True, text=True, check=True)
-    assert "megatron_rc.launch.plan" in run.stderr and "megatron.core" not in run.stderr
+    assert "megatron_rc.launch.dry_run" in run.stderr and "megatron.core" not in run.stderr
     assert "node 3    GPUs 0-7 serve" in run.stdout
     submits = f"  sbatch --nodes=4 --gpus-per-node=8 launch/train_sglang.sbatch {RECIPE} --set cluster.nodes=4"
     assert run.stdout.splitlines()[-1] == f"{submits} --set train.lr=1"

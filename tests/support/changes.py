@@ -37,7 +37,7 @@ STATISTIC = Change(
 )  # fmt: skip
 METRIC = Change(
     "a metric from sums that exist",
-    ((f"{RC}/correction/metrics.py", '    "k3_pi_mu": divergence(',
+    ((f"{RC}/correction/formulas.py", '    "k3_pi_mu": divergence(',
       '    "half": Metric("mean(-l) / 2", lambda s: -s["log_ratio"] / 2 / s["tokens"], "log_ratio"),\nANCHOR'),),
     {},
     "from typer.testing import CliRunner\nfrom megatron_rc.cli import app\n"
@@ -173,9 +173,19 @@ SINK = Change(
     "assert sinks.open_run('paper', 1) == ('paper', 1)",
 )  # fmt: skip
 
+ENGINE = Change(
+    "an engine that samples",
+    ((f"{RC}/engine.py", "\nENGINES = {\n", 'ANCHOR    "dice": EngineKind("dice", "throws dice."),\n'),),
+    {f"{RC}/rollout/dice.py": "def open_engine(opening):\n    return ('dice', opening)\n"},
+    "from types import SimpleNamespace\nfrom megatron_rc.rollout.opening import open_engine\n"
+    "from megatron_rc.settings import job\n"
+    "opening = SimpleNamespace(settings=job.load('rollout: {engine: dice}').rollout)\n"
+    "assert open_engine(opening, lambda make: make()) == ('dice', opening)",
+)  # fmt: skip
+
 CHANGES = (
     STATISTIC, METRIC, ADVANTAGE, SURGE, READER, RULE, HOST, FAMILY, TASK, PANEL, SETTING, REFUSAL, DOCTOR, BLOCK, CORE,
-    COLLECTIVE, SINK,
+    COLLECTIVE, SINK, ENGINE,
 )  # fmt: skip
-NOT_YET = ("a KL estimator of the loss", "an engine", "a learning-rate rule", "a way to send weights to a server")
+NOT_YET = ("a KL estimator of the loss", "a learning-rate rule", "a way to send weights to a server")
 """Rows whose tables are still to come."""

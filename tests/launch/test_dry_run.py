@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.launch import memory
+from megatron_rc.launch.dry_run import Division, divided, print_dry_run
 from megatron_rc.launch.layout import Options
-from megatron_rc.launch.plan import Plan, make_plan, print_plan
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import job as settings
 from megatron_rc.settings.job import JobSettings
@@ -118,16 +118,16 @@ def test_parameters_state_and_activations_are_those_of_real_ranks_to_the_byte() 
                 assert saved == real["activations"], (fields, train.dtype)
 
 
-def recipe(name: str, *changes: str) -> Plan:
-    return make_plan(settings.load(RECIPES / f"{name}.yaml", changes))
+def recipe(name: str, *changes: str) -> Division:
+    return divided(settings.load(RECIPES / f"{name}.yaml", changes))
 
 
 def test_the_recipes_are_the_published_models_and_fit_their_gpus() -> None:
     for name, count in PUBLISHED.items():
-        plan = recipe(name)
-        assert memory.parameter_count(plan.hf) == count
-        plan.check_memory()
-        assert plan.train_gpus == plan.settings.cluster.serve_gpus == 8
+        division = recipe(name)
+        assert memory.parameter_count(division.hf) == count
+        division.check_memory()
+        assert division.train_gpus == division.settings.cluster.serve_gpus == 8
 
 
 def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
@@ -143,8 +143,8 @@ def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
 
 
 def test_memory_by_hand() -> None:
-    plan = recipe("qwen3_4b_2x8")
-    (found,) = plan.trainer_memory()
+    division = recipe("qwen3_4b_2x8")
+    (found,) = division.trainer_memory()
     half = (4_022_468_096 + 128 * 2560 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
     assert (found.weights, found.gradients, found.optimizer) == (2 * half, 4 * half, 12 * half)
     vocabulary = 152_064 // 2
@@ -154,7 +154,7 @@ def test_memory_by_hand() -> None:
     layer += 4 * 2 * 128 + 5 * 2 * 2048 + 4 * 16 + 6 * 4864
     assert found.activations == 10_240 * (36 * layer + 24 + 4 * 2560 + 4)
     assert found.total == found.resident + found.activations + found.logits + found.backward
-    server = plan.server_memory()
+    server = division.server_memory()
     assert server.weights == 2 * 4_022_468_096 and server.kv_token == 2 * 36 * 8 * 128 * 2
     assert server.tokens == (round(0.85 * 80 * 1024**3) - server.weights) // server.kv_token
 
@@ -178,15 +178,15 @@ def test_terms_that_depend_on_settings() -> None:
 def test_the_linear_head_keeps_one_chunk_of_logits(capsys: pytest.CaptureFixture[str]) -> None:
     kept, linear = recipe("qwen3_4b_2x8"), recipe("qwen3_4b_2x8", "train.head=linear")
     columns, rows = 76_032, 10_240
-    found = [plan.trainer_memory()[0].logits for plan in (kept, linear)]
+    found = [division.trainer_memory()[0].logits for division in (kept, linear)]
     # a chunk of 4,096 tokens takes less than 640 MiB
     assert found[1] == 4096 * columns * 2 + rows * (2 * 2 * 2560 + 64)
     few = recipe("qwen3_4b_2x8", "train.head=linear", "train.head_chunk=2560", "train.head_logits_dtype=fp32")
     # a chunk in fp32 and its gradient in bf16; less than that would leave the gradient of the weight
     assert few.trainer_memory()[0].logits == 2560 * columns * (4 + 2) + rows * (2 * 2 * 2560 + 64)
     saved = f"{(found[0] - found[1]) / 2**30:.1f} GiB of the last stage's logits"
-    for plan, verb in ((kept, "would save"), (linear, "saves")):
-        print_plan(plan.settings, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml"))
+    for division, verb in ((kept, "would save"), (linear, "saves")):
+        print_dry_run(division.settings, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml"))
         assert f"train.head=linear {verb} {saved}" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The plan of a job on its cluster: whether it can be divided and fits the GPUs, and the text of a dry run."""
+"""How a job is divided over its cluster: whether it can be and fits the GPUs, and the text of a dry run."""
 
 import shlex
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +17,7 @@ from megatron_rc.tasks.registry import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Division:
     """A job on a cluster, checked."""
 
     settings: JobSettings
@@ -81,28 +81,28 @@ class Plan:
             raise ValueError(f"{weights} and {cache}: raise cluster.server_tp")
 
 
-def make_plan(settings: JobSettings) -> Plan:
-    """The plan of a job; raises ValueError, naming the fields, when its cluster's GPUs cannot be divided this way."""
-    plan = Plan(settings=settings, hf=_hf_config(settings.model))
-    parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, plan.hf
+def divided(settings: JobSettings) -> Division:
+    """A job divided over its cluster; raises ValueError, naming the fields, when its GPUs cannot be divided so."""
+    division = Division(settings=settings, hf=_hf_config(settings.model))
+    parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, division.hf
     serving = cluster.serve_gpus
     if serving and not rollout.kind.has_servers:
         raise ValueError(f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {serving}")
     if layout.warm_folder(settings) and cluster.nodes > 1:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
-    check_processes(parallel, plan.train_gpus)
+    check_processes(parallel, division.train_gpus)
     check_model(hf, parallel)
-    combinations.check(settings, ranks=plan.data_size)
+    combinations.check(settings, ranks=division.data_size)
     for rank, training in enumerate(layout.nodes_of(cluster)):
         if len(training) % parallel.tensor:
             got = f"{parallel.tensor} and {len(training)} on node {rank}"
             raise ValueError(f"parallel.tensor must divide the GPUs that train on a node, got {got}")
     if serving:
         _check_server(hf, cluster.server_tp)
-    if plan.longest > (context := hf["max_position_embeddings"]):
-        longest = f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {plan.longest_prompt} tokens"
+    if division.longest > (context := hf["max_position_embeddings"]):
+        longest = f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {division.longest_prompt} tokens"
         raise ValueError(f"{longest} is longer than the model's context (max_position_embeddings) of {context}")
-    return plan
+    return division
 
 
 def _check_server(hf: dict[str, Any], tensor: int) -> None:
@@ -128,19 +128,19 @@ def _hf_config(model: ModelSettings) -> dict[str, Any]:
     return stored
 
 
-def print_plan(settings: JobSettings, options: Options) -> None:
+def print_dry_run(settings: JobSettings, options: Options) -> None:
     """Print a job's layout, GiB per GPU and commands; raises ValueError when it cannot be divided or does not fit."""
-    plan, cluster = make_plan(settings), settings.cluster
-    lines = [*_layout_lines(plan), "", *_memory_lines(plan)]
+    division, cluster = divided(settings), settings.cluster
+    lines = [*_layout_lines(division), "", *_memory_lines(division)]
     if cluster.serve_gpus:
-        lines += ["", *_server_lines(plan)]
+        lines += ["", *_server_lines(division)]
     if settings.rollout.kind.has_servers:
-        lines += ["", _saved_line(plan)]
+        lines += ["", _saved_line(division)]
     lines += ["", "starts:" if cluster.nodes == 1 else "starts in a Slurm job:"]
     for environment, words in _commands(settings, options):
         lines.append("  " + " ".join([*(f"{k}={v}" for k, v in environment.items()), shlex.join(words)]))
     print(*lines, sep="\n")
-    plan.check_memory()
+    division.check_memory()
 
 
 def _commands(settings: JobSettings, options: Options) -> list[Command]:
@@ -157,24 +157,24 @@ def _commands(settings: JobSettings, options: Options) -> list[Command]:
     return [command for command in commands if command]
 
 
-def _layout_lines(plan: Plan) -> list[str]:
-    hf, parallel, rollout = plan.hf, plan.settings.parallel, plan.settings.rollout
-    tokens, micro_batches = plan.micro_batch
-    model = Path(plan.settings.model.hf_path or "random weights").name
+def _layout_lines(division: Division) -> list[str]:
+    hf, parallel, rollout = division.hf, division.settings.parallel, division.settings.rollout
+    tokens, micro_batches = division.micro_batch
+    model = Path(division.settings.model.hf_path or "random weights").name
     lines = [
         f"model     {model}: {memory.parameter_count(hf):,} parameters, {hf['num_hidden_layers']} layers, "
-        f"{plan.settings.train.dtype}",
-        f"trainer   {plan.train_gpus} GPUs = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
-        f"{plan.data_size}" + (f", experts over {parallel.expert}" if any(moe_layers(hf)) else ""),
+        f"{division.settings.train.dtype}",
+        f"trainer   {division.train_gpus} GPUs = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
+        f"{division.data_size}" + (f", experts over {parallel.expert}" if any(moe_layers(hf)) else ""),
         f"step      {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt}, a prompt of at most "
-        f"{plan.longest_prompt:,} and a response of at most {rollout.max_new_tokens:,} tokens",
+        f"{division.longest_prompt:,} and a response of at most {rollout.max_new_tokens:,} tokens",
         f"          at most {micro_batches} micro-batches of at most {tokens:,} tokens per optimizer step and rank",
     ]
-    gpus = range(plan.settings.cluster.gpus_per_node)
-    for rank, training in enumerate(layout.nodes_of(plan.settings.cluster)):
+    gpus = range(division.settings.cluster.gpus_per_node)
+    for rank, training in enumerate(layout.nodes_of(division.settings.cluster)):
         uses = [f"GPUs {_span(training)} train"] if training else []
         if serving := gpus[len(training) :]:
-            count, size = len(serving) // plan.settings.cluster.server_tp, plan.settings.cluster.server_tp
+            count, size = len(serving) // division.settings.cluster.server_tp, division.settings.cluster.server_tp
             uses.append(f"GPUs {_span(serving)} serve ({count} server{'s' * (count > 1)} of {size})")
         lines.append(f"node {rank:<4} {', '.join(uses)}")
     return lines
@@ -188,22 +188,22 @@ def _row(name: str, *values: int, note: str = "") -> str:
     return f"  {name:<18}" + "".join(f"{value / memory.GIB:10.1f}" for value in values) + note
 
 
-def _memory_lines(plan: Plan) -> list[str]:
-    stages = plan.trainer_memory()
+def _memory_lines(division: Division) -> list[str]:
+    stages = division.trainer_memory()
     names = dict.fromkeys(name for one in (stages[0], stages[-1]) for name, size in asdict(one).items() if size)
     return [
         "GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages))),
         *(_row(name.replace("_", " "), *(getattr(stage, name) for stage in stages)) for name in names),
-        _row("peak", *(stage.total for stage in stages), note=f"   of {plan.settings.cluster.gpu_memory:g}"),
+        _row("peak", *(stage.total for stage in stages), note=f"   of {division.settings.cluster.gpu_memory:g}"),
         "  peak = weights, gradients, optimizer, reserved + the larger of the optimizer's step and the rest",
     ]
 
 
-def _server_lines(plan: Plan) -> list[str]:
-    server, rollout, cluster = plan.server_memory(), plan.settings.rollout, plan.settings.cluster
+def _server_lines(division: Division) -> list[str]:
+    server, rollout, cluster = division.server_memory(), division.settings.rollout, division.settings.cluster
     servers = cluster.serve_gpus // cluster.server_tp
     wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
-    at_once = server.tokens // plan.longest
+    at_once = server.tokens // division.longest
     sequences = f"{at_once} longest sequences at once of the {wanted} that a step sends to a server"
     room = f"   {server.tokens:,} tokens of {server.kv_token / 1024:.0f} KiB: {sequences}"
     share = f"   of {cluster.gpu_memory:g} (--mem-fraction-static {cluster.server_share:g})"
@@ -215,11 +215,11 @@ def _server_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _saved_line(plan: Plan) -> str:
+def _saved_line(division: Division) -> str:
     """What the other value of train.head would cost or save on the last stage."""
-    train = plan.settings.train
+    train = division.settings.train
     either = replace(train, head="logits", head_chunk=None, head_logits_dtype=None), replace(train, head="linear")
-    plans = (replace(plan, settings=replace(plan.settings, train=one)) for one in either)
-    logits, linear = (each.trainer_memory()[-1].logits for each in plans)
+    divisions = (replace(division, settings=replace(division.settings, train=one)) for one in either)
+    logits, linear = (each.trainer_memory()[-1].logits for each in divisions)
     verb = "saves" if train.head == "linear" else "would save"
     return f"train.head=linear {verb} {(logits - linear) / memory.GIB:.1f} GiB of the last stage's logits"
