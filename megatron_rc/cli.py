@@ -13,6 +13,7 @@ from megatron_rc.analyze import commands as analyze_commands
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.launch import commands
+from megatron_rc.learning_rate.rule import RULES
 from megatron_rc.settings import job as job_settings
 
 HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
@@ -58,6 +59,9 @@ def train(
     job.train(job_settings.load(config, assignments), fresh=fresh, dump=dump)
 
 
+_RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def patch(
     script: Annotated[
@@ -65,13 +69,13 @@ def patch(
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
     rc_preset: Annotated[str | None, typer.Option(help="Correction preset, instead of the YAML's.")] = None,
-    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:`, `lr_decay:` or `lr_gate:`.")] = None,
+    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` or `lr_rule:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
     ] = [],  # noqa: B006
-    rc_lr_decay: Annotated[
-        bool, typer.Option("--rc-lr-decay", help="Length-decay learning rate with the defaults.")
-    ] = False,
+    rc_lr_rule: Annotated[
+        str | None, typer.Option(help=f"Learning-rate rule, instead of the YAML's: {_RULES}.")
+    ] = None,
     rc_host: Annotated[
         str, typer.Option(help=f"Codebase to patch: {HOSTS}, or auto, the only one that Python can import.")
     ] = "auto",
@@ -84,7 +88,7 @@ def patch(
     """
     from megatron_rc.integrations.run_script import patch_settings, recipe, run_script
 
-    settings = patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set)
+    settings = patch_settings(rc_config, rc_preset, rc_lr_rule, rc_set)
     if script is None:
         print(recipe(settings, host=rc_host))
     else:
