@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_curves import algorithm_1, assert_every_state_resumes, jump, length_curves, rates
 
-from megatron_rc import LengthDecayLR, SurgeDetector
+from megatron_rc import LengthDecayLR, SurgeDetector, learning_rate
 from megatron_rc.drawing import svg
 from megatron_rc.drawing.series import Mark
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
@@ -195,3 +196,14 @@ def test_marks_stand_on_the_curves_of_length_and_learning_rate_at_their_steps(tm
 
 def test_it_prints_what_it_will_do() -> None:
     assert repr(LengthDecayLR(1e-6, decay_period=204)) == "LengthDecayLR(1e-06, decay_period=204, min_lr_ratio=0.1)"
+
+
+def test_the_story_of_the_room_is_the_rule_with_its_defaults() -> None:
+    code = textwrap.dedent("\n".join(re.findall(r"^(?: {4}.*)?$", learning_rate.__doc__ or "", re.MULTILINE)))
+    quiet = length_curves(3, 300, at=1e9, seed=2)
+    for lengths in (*length_curves(6, 300, at=70.0, seed=3), *length_curves(3, 300, at=110.0, width=1.0), *quiet):
+        names: dict[str, Any] = {"lengths": lengths, "math": math}
+        exec(code, names)
+        rule = LengthDecayLR(1.0)
+        assert names["scales"] == rates(rule, lengths) and names["surge"] == rule.detector.surge_step
+        assert (len(set(names["scales"])) > 1) == (lengths not in quiet)
