@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
     from megatron_rc.integrations.patching import Patch, patch
     from megatron_rc.learning_rate.length_decay import LengthDecayLR
-    from megatron_rc.learning_rate.mismatch import LRGate
+    from megatron_rc.learning_rate.mismatch import MismatchLR
     from megatron_rc.learning_rate.surge import SurgeDetector
     from megatron_rc.logprobs.linear import LinearPolicyLoss, linear_logprobs, linear_policy_loss
     from megatron_rc.logprobs.logits import vocab_parallel_logprobs
@@ -28,10 +28,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Corrected",
     "Extras",
-    "LRGate",
     "LengthDecayLR",
     "LinearPolicyLoss",
     "MetricSums",
+    "MismatchLR",
     "Patch",
     "PolicyLoss",
     "Rejection",
@@ -55,7 +55,7 @@ _NAMES_IN = {
     "correction.settings": ("Rejection", "RolloutCorrection", "Weight"),
     "integrations.patching": ("Patch", "patch"),
     "learning_rate.length_decay": ("LengthDecayLR",),
-    "learning_rate.mismatch": ("LRGate",),
+    "learning_rate.mismatch": ("MismatchLR",),
     "learning_rate.surge": ("SurgeDetector",),
     "logprobs.linear": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
     "logprobs.logits": ("vocab_parallel_logprobs",),

@@ -14,6 +14,7 @@ import typer
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
 from megatron_rc.launch import commands
+from megatron_rc.learning_rate.rule import RULES
 
 HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
 """The names in integrations.hosts, which --help need not import; a test compares both."""
@@ -61,6 +62,9 @@ def train(
     run.train(job.load(config, assignments), fresh=fresh, dump=dump)
 
 
+_RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def patch(
     script: Annotated[
@@ -68,13 +72,13 @@ def patch(
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
     rc_preset: Annotated[str | None, typer.Option(help="Correction preset, instead of the YAML's.")] = None,
-    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:`, `lr_decay:` or `lr_gate:`.")] = None,
+    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` or `lr_rule:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
     ] = [],  # noqa: B006
-    rc_lr_decay: Annotated[
-        bool, typer.Option("--rc-lr-decay", help="Length-decay learning rate with the defaults.")
-    ] = False,
+    rc_lr_rule: Annotated[
+        str | None, typer.Option(help=f"Learning-rate rule, instead of the YAML's: {_RULES}.")
+    ] = None,
     rc_host: Annotated[
         str, typer.Option(help=f"Codebase to patch: {HOSTS}, or auto, the only one that Python can import.")
     ] = "auto",
@@ -87,7 +91,7 @@ def patch(
     """
     from megatron_rc.integrations.run_script import patch_settings, recipe, run_script
 
-    settings = patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set)
+    settings = patch_settings(rc_config, rc_preset, rc_lr_rule, rc_set)
     if script is None:
         print(recipe(settings, host=rc_host))
     else:

@@ -19,6 +19,8 @@ class Field(NamedTuple):
     type: str
     default: str
     doc: str
+    choice: str = ""
+    """Which of several dataclasses its section is, by the name that chooses it."""
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
@@ -34,7 +36,8 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
             doc = " ".join(filter(None, (docs.get(field.name, ""), *said)))
             yield Field(name, _type_name(hint), _default(field), doc)
         for option in nested:
-            yield from describe(option, name + ".")
+            choice = str(dataclasses.fields(option)[0].default) if len(nested) > 1 else ""
+            yield from (each._replace(choice=each.choice or choice) for each in describe(option, name + "."))
 
 
 def sections(cls: Any) -> str:
@@ -42,7 +45,8 @@ def sections(cls: Any) -> str:
     by_section: dict[str, list[tuple[str, ...]]] = {}
     for field in describe(cls):
         row = (f"`{field.name}`", f"`{field.type}`", f"`{field.default}`", field.doc)
-        by_section.setdefault(field.name.rpartition(".")[0] or "job", []).append(row)
+        section = field.name.rpartition(".")[0] or "job"
+        by_section.setdefault(f"{section} ({field.choice})" if field.choice else section, []).append(row)
     header = ("field", "type", "default", "meaning")
     return "\n".join(f"## {name}\n\n{table(header, rows)}" for name, rows in by_section.items())
 

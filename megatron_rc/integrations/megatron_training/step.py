@@ -19,10 +19,10 @@ from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULE
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.refusals import refuse_correction
-from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
+from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.mismatch import mismatch_signals
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.rule import LRRule, mismatch_signals
+from megatron_rc.learning_rate.scale import Signals
 from megatron_rc.training import emulation
 
 
@@ -118,7 +118,7 @@ class TrainingStep:
             state.attached.begin(report.signals)
         elif rule.rollouts == 0:
             needed = "correct_micro_batch(new_rollout=True) in the first step of a rollout"
-            raise ValueError(f"{rule.metrics_prefix} needs {needed}")
+            raise ValueError(f"lr_rule needs {needed}")
         self._log(rule.metrics())
 
     def _pool(self) -> _Report:

@@ -18,7 +18,7 @@ from megatron_rc.correction.reference.log_ratio import LogRatio, k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.scale import Signals
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"

@@ -18,7 +18,7 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import horizon, predicted_ess
-from megatron_rc.learning_rate.rule import LRScale
+from megatron_rc.learning_rate.scale import LRScale
 from megatron_rc.loss.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
 from megatron_rc.loss.policy_loss import loss_scale
 from megatron_rc.settings.loss import LossSettings
