@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import Aggregation, RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
 
 KEY = "megatron_rc"

@@ -20,7 +20,7 @@ from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import horizon, predicted_ess
 from megatron_rc.learning_rate.rule import LRScale
 from megatron_rc.loss.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.scale import loss_scale
 from megatron_rc.settings.loss import LossSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
@@ -138,7 +138,7 @@ def reinforce_step(
     dropped = [s for s, is_equal in enumerate(equal) if is_equal]
     groups = [group for group, is_equal in zip(batch.groups.tolist(), equal, strict=True) if not is_equal]
     parts = [[trained[i] for i in part] for part in mini_batches(groups, train.mini_batches_per_rollout)]
-    batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
+    batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage].compute(batch.rewards, batch.groups))
     lengths = response_lengths(batch)
     metrics: dict[str, Any] = dict(rollout_metrics(batch, lengths, equal))
     rate = StepRate(lr_rule, correction, metrics)
