@@ -1,11 +1,21 @@
 """linear_logprobs and linear_policy_loss: log-probs and policy loss of hidden states, whose logits are never kept.
 
-    chunk        logits of a few thousand tokens, one matrix product into one buffer
-    softmax      as in logprobs.py: row statistics, one all-gather of 16 bytes per token, merge
-    gradient     that of the logits, written over them; one product gives dX, another adds to dW
+    def simple_linear_policy_loss(hidden, weight, targets, loss, chunk):
+        total, by_hidden, by_weight = 0, torch.zeros_like(hidden), torch.zeros_like(weight)
+        for first in range(0, len(hidden), chunk):
+            tokens = slice(first, first + chunk)
+            logits = (hidden[tokens] @ weight.T).requires_grad_()  # of one chunk alone: the next one overwrites them
+            logprobs = logits.log_softmax(1).gather(1, targets[tokens, None])[:, 0]
+            part = loss(logprobs, tokens)  # d loss / d log-prob of a token depends on this token alone
+            (gradient,) = torch.autograd.grad(part, logits)
+            by_hidden[tokens] = gradient @ weight
+            by_weight += gradient.T @ hidden[tokens]
+            total += part.detach()
+        return total, by_hidden, by_weight
 
-`linear_logprobs` keeps hidden states and 16 bytes per token, and computes the logits again in backward, for any loss.
-`linear_policy_loss` has all gradients when forward ends, because d loss / d log-prob of a token depends on it alone.
+`linear_policy_loss` does this in forward: all gradients are there when it ends. `linear_logprobs` keeps hidden states
+and 16 bytes per token, and computes the logits again in backward, for any loss. The softmax is that of `logits`: row
+statistics, one all-gather of 16 bytes per token, merge. The gradient of the logits is written over them.
 """
 
 from typing import Any, NamedTuple

@@ -128,6 +128,18 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
             )
 
 
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2"])
+def test_a_kl_estimator_changes_the_value_alone(kl_estimator: str) -> None:
+    batch, terms = tokens(70, 3, 1.0), ("reference",)
+    found, usual = (evaluate(batch, "triton", parts=terms, kl_coef=0.3, kl_estimator=k) for k in (kl_estimator, "k3"))
+    truth = evaluate(
+        batch, "torch", dtype=torch.float64, parts=terms, kl_coef=0.3, kl_estimator=kl_estimator
+    ).metrics.values()
+    assert torch.equal(found.by_current, usual.by_current)
+    assert {name: found.metrics.values()[name] for name in truth} == pytest.approx(truth, rel=1e-5)
+    assert truth["kl_ref"] != pytest.approx(usual.metrics.values()["kl_ref"], rel=0.01)
+
+
 def test_log_ratios_move_the_loss_up_to_their_bound_and_no_further() -> None:
     bound = 20.0
     beyond = torch.tensor(bound).nextafter(torch.tensor(INF)).item()

@@ -31,6 +31,7 @@ def loss_by_hand(
     clip_upper: float = 0.28,
     dual_clip: float | None = None,
     kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
 ) -> tuple[float, list[float], dict[str, float]]:
     """(loss, its gradient by current log-prob, metrics), one token after the other."""
@@ -57,7 +58,8 @@ def loss_by_hand(
                 slope += s * w * inner
                 counts["kept"] += 1
             d = batch["reference"][t].item() - lp
-            total += kl_coef * s * r * (math.exp(d) - 1 - d) - entropy_coef * s * batch["entropy"][t].item()
+            k = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kl_estimator]
+            total += kl_coef * s * r * k - entropy_coef * s * batch["entropy"][t].item()
             slope += kl_coef * s * r * -d
         gradient.append(slope)
     shares = {k: v / counts["kept"] for k, v in counts.items() if counts["kept"]}
@@ -66,15 +68,19 @@ def loss_by_hand(
 
 @pytest.mark.parametrize("old_mode", ["recompute", "current", "rollout"])
 @pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
-@given(seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans())
+@given(
+    seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans(),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+)  # fmt: skip
 def test_loss_and_gradient_equal_the_formula_token_by_token(
-    surrogate: Any, old_mode: Any, seed: int, dual_clip: float | None, coefficients: bool
+    surrogate: Any, old_mode: Any, seed: int, dual_clip: float | None, coefficients: bool, kl_estimator: str
 ) -> None:
     batch = random_batch([4, 0, 7, 1], seed)
     scale = torch.rand(12, generator=torch.Generator().manual_seed(seed)).double() * batch["loss_mask"]
     options: dict[str, Any] = dict(
-        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip
-    )
+        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip,
+        kl_estimator=kl_estimator,
+    )  # fmt: skip
     old = None if old_mode == "current" else batch["old"]
     current = batch["current"].clone().requires_grad_()
     loss, metrics = policy_loss(

@@ -66,8 +66,11 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 def choices(settings: Any, field: str, **others: Any) -> list[str]:
-    """The values of a setting: those of its Literal, or those that the error names when it has another value."""
-    hint = (typing.get_type_hints(settings) | typing.get_type_hints(settings.__init__))[field]
+    """The values of a setting: of its table or its Literal, or those that the error names when it has another value."""
+    hints = (typing.get_type_hints(where, include_extras=True) for where in (settings, settings.__init__))
+    hint = {**next(hints), **next(hints)}[field]
+    if hasattr(hint, "__metadata__"):
+        return list(hint.__metadata__[0].table)
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     try:
