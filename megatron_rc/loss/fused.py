@@ -1,5 +1,6 @@
 """Triton: the policy loss and its metrics in two launches, its gradient in one."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -43,13 +44,7 @@ def _forward(
         current=current,
         entropy=entropy,
         **inputs._asdict(),
-        surrogate=options.surrogate,
-        clip_lower=options.clip_lower,
-        clip_upper=options.clip_upper,
-        dual_clip=options.dual_clip,
-        kl_coef=options.kl_coef,
-        kl_estimator=options.kl_estimator,
-        entropy_coef=options.entropy_coef,
+        **{field.name: getattr(options, field.name) for field in fields(LossOptions)},
         with_coefficients=with_coefficients,
     )
 

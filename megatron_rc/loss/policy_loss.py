@@ -11,7 +11,7 @@ from megatron_rc.correction.inputs import check_shape
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.loss import reference
-from megatron_rc.loss.options import SURROGATES, LossOptions
+from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.reference import LossInputs
 
 
@@ -110,10 +110,8 @@ def computing(backend: str, **tensors: Tensor | None) -> LossBackend:
 
 def loss_metrics(options: LossOptions, totals: Tensor, *, kl: bool, entropy: bool) -> MetricSums:
     """The metrics of the tokens whose totals and divisors `reference.policy_loss` returns."""
-    means = ["kl_ref"] * kl + ["entropy"] * entropy
-    if SURROGATES[options.surrogate].clips:
-        means += ["clip_high", "clip_low"] + ["dual_clip"] * (options.dual_clip is not None)
-    return MetricSums.of_vector(totals, totals=("loss", "policy_loss"), means=tuple(means))
+    means = reference.means(options, kl=kl, entropy=entropy)
+    return MetricSums.of_vector(totals, totals=("loss", "policy_loss"), means=means)
 
 
 def check_loss_arguments(

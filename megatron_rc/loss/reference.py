@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import compute_dtype
 from megatron_rc.correction.correct import Corrected
-from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.options import SURROGATES, LossOptions
 
 
 class LossInputs(NamedTuple):
@@ -105,6 +105,14 @@ def policy_loss(
         totals = [loss, *terms, *((where & kept).sum() for where in clipped)]
         divisors = [scale.double().sum()] * (1 + len(terms)) + [kept.sum()] * len(clipped)
         return loss, torch.stack(totals + divisors).double()
+
+
+def means(options: LossOptions, *, kl: bool, entropy: bool) -> tuple[str, ...]:
+    """The metrics after loss and policy_loss, in the order of the totals."""
+    names = ["kl_ref"] * kl + ["entropy"] * entropy
+    if SURROGATES[options.surrogate].clips:
+        names += ["clip_high", "clip_low"] + ["dual_clip"] * (options.dual_clip is not None)
+    return tuple(names)
 
 
 def policy_loss_gradient(
