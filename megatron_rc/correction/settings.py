@@ -15,9 +15,6 @@ from megatron_rc.schema.limits import check_one_of, check_positive
 
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
-Surrogate = Literal["ppo", "reinforce"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Denominator = Literal["original", "kept"]
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,6 @@ class RolloutCorrection:
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
                 "time, and a mean over less than the batch would depend on how the batch was cut"
-            )
-
-    def check_surrogate(self, surrogate: Surrogate) -> None:
-        """Refuse to multiply a ratio that already is pi / mu by pi / mu again: old "rollout", a weight and "ppo"."""
-        check_one_of("surrogate", surrogate, Surrogate)
-        if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
-            raise ValueError(
-                "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
-                "and an importance weight would count it twice"
             )
 
     def check_one_micro_batch(self, caller: str) -> None:
@@ -162,16 +150,6 @@ class RolloutCorrection:
     def to_yaml(self) -> str:
         """YAML text, which `from_yaml` reads back."""
         return schema.dump_yaml(self.to_dict())
-
-
-def check_clipping(clip_lower: float, clip_upper: float, dual_clip: float | None) -> None:
-    """Refuse bounds of the PPO ratio that no ratio could respect."""
-    if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
-        raise ValueError(
-            f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
-        )
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
 
 
 class Preset(NamedTuple):

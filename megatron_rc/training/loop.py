@@ -22,7 +22,7 @@ from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.sampling_weights import SamplingWeights
-from megatron_rc.training.step.reinforce import StepResult, reinforce_step
+from megatron_rc.training.step.reinforce import StepResult, StepSettings, StepState, reinforce_step
 from megatron_rc.training.step.routing import Routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
@@ -231,18 +231,22 @@ class Job:
         result = reinforce_step(
             self.policy,
             batch,
-            correction=self.settings.correction,
-            loss=self.settings.loss,
-            train=train,
-            max_nonfinite_share=rollout.max_nonfinite_share,
-            step=self.progress.step,
-            version=self.progress.weight_version,
-            sampling_weights=self.sampling_weights,
-            measured_upper=self.progress.measured_upper,
-            lr_rule=self.lr_rule,
-            routing=self.routing,
-            with_kept_mass=self.settings.dump.kept_mass,
-            with_varentropy=self.settings.dump.varentropy,
+            StepSettings(
+                correction=self.settings.correction,
+                loss=self.settings.loss,
+                train=train,
+                max_nonfinite_share=rollout.max_nonfinite_share,
+                with_kept_mass=self.settings.dump.kept_mass,
+                with_varentropy=self.settings.dump.varentropy,
+            ),
+            StepState(
+                step=self.progress.step,
+                version=self.progress.weight_version,
+                sampling_weights=self.sampling_weights,
+                measured_upper=self.progress.measured_upper,
+                lr_rule=self.lr_rule,
+                routing=self.routing,
+            ),
             check=self.queue.check if self.queue else lambda: None,
             on_update=lambda: self.observers.advance(1),
         )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_rc import schema
 from megatron_rc.correction import weight
 from megatron_rc.correction.settings import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
+from megatron_rc.loss.options import SURROGATES, check_surrogate
 
 
 @pytest.mark.parametrize(
@@ -98,17 +99,6 @@ def test_one_sided_and_infinite_bounds_are_legal() -> None:
     assert Rejection("my own", lower=-5.0).name == "my own_sequence_sum"
 
 
-def test_ppo_on_the_ratio_to_the_sampler_refuses_a_weight_on_top() -> None:
-    two_policy = RolloutCorrection(weight=Weight(), old="rollout")
-    with pytest.raises(ValueError, match="weight must be None when old is 'rollout'"):
-        two_policy.check_surrogate("ppo")
-    two_policy.check_surrogate("reinforce")
-    RolloutCorrection(old="rollout").check_surrogate("ppo")
-    RolloutCorrection(weight=Weight()).check_surrogate("ppo")
-    with pytest.raises(ValueError, match="surrogate must be one of 'ppo', 'reinforce', got 'dpo'"):
-        two_policy.check_surrogate("dpo")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("name", "weight", "gates"),
     [
@@ -136,8 +126,8 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
     assert preset.weight is None or not preset.weight.reads_lags
     assert [dataclasses.astuple(gate) for gate in preset.reject] == gates
     assert PRESETS[name].source
-    for surrogate in ("ppo", "reinforce"):
-        preset.check_surrogate(surrogate)  # type: ignore[arg-type]
+    for surrogate in SURROGATES:
+        check_surrogate(surrogate, preset)
 
 
 def test_the_off_policy_sequence_mask_looks_at_the_current_policy() -> None:

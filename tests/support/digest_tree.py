@@ -67,9 +67,12 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 def choices(settings: Any, field: str, **others: Any) -> list[str]:
-    """The values of a setting: those of its Literal, or those that the error names when it has another value."""
-    hints = typing.get_type_hints(settings) | typing.get_type_hints(settings.__init__)
+    """The values of a setting: of its table or its Literal, or those that the error names when it has another value."""
+    ways = (typing.get_type_hints(where, include_extras=True) for where in (settings, settings.__init__))
+    hints = {**next(ways), **next(ways)}
     hint = hints[field if field in hints else RENAMED[field]]
+    if hasattr(hint, "__metadata__"):
+        return list(hint.__metadata__[0].table)
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     try:

@@ -17,6 +17,7 @@ from megatron_rc.integrations.slime.settings import (
 )
 from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
+from megatron_rc.loss.options import check_surrogate
 
 _BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
 _BY_TIS = f"Use the host's own loss with --use-tis {flag('tis')}."
@@ -114,7 +115,7 @@ _ONE_MICRO_BATCH = (
 
 def _double_ratio(name: str) -> FlagRule:
     return FlagRule(
-        name, lambda args: refused(args.correction.check_surrogate, "ppo"), "{found}",
+        name, lambda args: refused(check_surrogate, "ppo", args.correction), "{found}",
         "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
     )  # fmt: skip
 

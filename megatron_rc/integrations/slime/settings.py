@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import Aggregation, RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
+from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
 
 KEY = "megatron_rc"

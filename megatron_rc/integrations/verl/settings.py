@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import Denominator, RolloutCorrection, Surrogate
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
+from megatron_rc.loss.options import Denominator, Surrogate, check_surrogate
 from megatron_rc.settings.head import LINEAR, LOGITS, Head, HeadOptions
 from megatron_rc.settings.renamed import CurrentNames
 
@@ -147,7 +148,7 @@ def refuse_settings(settings: VerlSettings) -> None:
     if correction.old == "current":
         raise ValueError("old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update")
     if correction.old == "rollout":
-        correction.check_surrogate(settings.surrogate)
+        check_surrogate(settings.surrogate, correction)
         correction.check_one_micro_batch("loss_mode=megatron_rc")
         if correction.max_k3 is not None:
             raise ValueError("max_k3 must be unset when old is 'rollout': the loss sees one micro-batch at a time")
