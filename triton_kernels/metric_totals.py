@@ -16,7 +16,7 @@ _PARTS = tl.constexpr(4)
 
 @triton.jit(
     do_not_specialize=[*SIZES, "chunks", "num_added", "num_once", "num_outcomes", "num_maxima", "outcome_stride"],
-    # a part of the rows, which begins behind any number of chunks
+    # a slice whose offset varies, so its alignment must not be specialised on
     do_not_specialize_on_alignment=["outcomes"],
 )
 def metric_sums_fwd_kernel(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _lanes(block, warps):
-    # fewer than a warp has only where blocks are toys
+    # only toy blocks have fewer lanes than a warp
     return min(32, block // warps)
 
 

@@ -288,7 +288,7 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, ov
     if over_batch and ((steps <= 0) & next_sequence).any():
         raise ValueError(
             "segment_ids must ascend over the whole batch with context parallelism, where ranks tell turns apart by "
-            "their ids alone, got ids that begin anew in a sequence"
+            "their ids alone, got ids that restart in a sequence"
         )
 
 

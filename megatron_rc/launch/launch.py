@@ -85,7 +85,7 @@ def serving(servers: Sequence[Server]) -> Iterator[None]:
             starting.append(subprocess.Popen(words, env=environment))
         for one, starter in zip(servers, starting, strict=True):
             if starter.wait():
-                raise ValueError(f"the server {one.url} did not start; its own message stands above")
+                raise ValueError(f"the server {one.url} did not start; its own message is above")
         yield
     finally:
         processes.ignore_signals()
@@ -111,7 +111,7 @@ def train(command: Command) -> None:
         processes.end_group(leader, GRACE)  # torchrun passes it on to its workers
         raise
     if status:
-        raise ValueError("the trainer failed; its own error stands above the launcher's traceback")
+        raise ValueError("the trainer failed; its own error is above the launcher's traceback")
 
 
 def _trainer_environment(command: Command) -> dict[str, str]:

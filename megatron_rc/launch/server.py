@@ -169,7 +169,7 @@ def _answers(host: str, port: int) -> bool:
 
 def _explain(why: str, log: Path) -> NoReturn:
     print(*_end_of(log, 40), sep="", end="", file=sys.stderr, flush=True)
-    raise ValueError(f"{why}; the end of {log} stands above")
+    raise ValueError(f"{why}; the end of {log} is above")
 
 
 def _end_of(log: Path, count: int) -> deque[str]:

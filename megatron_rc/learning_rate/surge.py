@@ -157,7 +157,8 @@ class SurgeDetector:
             return
         self._shares += 1
         if self._shares == 1:
-            self._lowest = self._before_run = None  # they are of means without a share
+            # both were computed without the truncation term
+            self._lowest = self._before_run = None
         correction = -math.log(max(1 - truncated_share, LEAST_FINISHED))
         self._fast_share += self.fast * (correction - self._fast_share)
         self._slow_share += self.slow * (correction - self._slow_share)

@@ -282,7 +282,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             totals.append(total)
         merged, sums = _joined(parts), torch.stack(totals).sum(0)
         entropy = merged.entropy if head.with_entropy else None
-        # the chunk and the hidden states of the gradients end here
+        # only these outlive the call: the chunk buffer and the saved hidden states are freed
         ctx.by_hidden, ctx.home, ctx.upstream, ctx.used = gradients.hidden, home, upstream, False
         ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]))
         ctx.set_materialize_grads(False)

@@ -46,7 +46,7 @@ class CalculatorOptions:
             )
         if not 1 <= self.digits <= MOST_DIGITS:
             raise ValueError(f"digits must be in [1, {MOST_DIGITS}], got {self.digits!r}")
-        # a turn for every term: a call for each but the first, and the answer; a call has a label, a sign and its end
+        # n terms need n - 1 calls and one answer; each call is label, sign, digits, end
         check_at_least(self.most_terms, max_turns=self.max_turns)
         check_at_least(2 * self.digits + 3, max_turn_tokens=self.max_turn_tokens)
         check_shared_options(demonstration_error_rate=self.demonstration_error_rate, held_out=self.held_out)

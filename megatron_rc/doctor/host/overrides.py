@@ -24,7 +24,7 @@ class Overrides:
     Args:
         flags: the command line.
         defaults: values by dotted path where neither the command line nor a YAML file has one.
-        own_configs: names of YAML files of the host that ``defaults`` stands for; () where it does not use Hydra.
+        own_configs: names of YAML files of the host that ``defaults`` replaces; () where it does not use Hydra.
     """
 
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], own_configs: Sequence[str] = ()) -> None:
