@@ -248,8 +248,7 @@ def head(*, fused: bool) -> Call:
             )
             (gradient, _) = torch.autograd.grad(answer.loss, (hidden, weight), one)
             tensors = {"loss": answer.loss.detach(), "logprobs": answer.logprobs, "states": gradient}
-            # the same memory in every run
-            return Answer(tensors | {"weight": weight.main_grad.clone()}, answer.metrics)
+            return Answer(tensors | {"weight": weight.main_grad.clone()}, answer.metrics)  # the same memory every time
 
         return Prepared([hidden.detach(), weight.detach(), targets, advantages, old, upstream, scale], run)
 
