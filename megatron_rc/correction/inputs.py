@@ -277,8 +277,7 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, ov
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= num_segments:
         raise ValueError(
-            f"segment_ids of loss tokens must lie in [0, num_segments), num_segments={num_segments}, "
-            f"got {low} to {high}"
+            f"segment_ids of loss tokens must be in [0, num_segments), num_segments={num_segments}, got {low} to {high}"
         )
     steps = ids.diff()
     rows = torch.arange(len(loss_tokens), device=ids.device)[loss_tokens]
@@ -288,7 +287,7 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, ov
     if over_batch and ((steps <= 0) & next_sequence).any():
         raise ValueError(
             "segment_ids must ascend over the whole batch with context parallelism, where ranks tell turns apart by "
-            "their ids alone, got ids that restart in a sequence"
+            "their ids alone, got ids that begin again in a sequence"
         )
 
 

@@ -81,7 +81,7 @@ def test_given_segments_are_those_found_from_the_mask() -> None:
     assert 0 < found.mask.sum() < batch.mask.sum()
 
 
-def test_turn_numbers_may_begin_anew_in_every_sequence() -> None:
+def test_turn_numbers_may_restart_in_every_sequence() -> None:
     log_ratios = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
     zeros, mask = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
     correction = RolloutCorrection(Weight("segment", "truncate", upper=INF))
@@ -139,10 +139,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit(weight: Weight)
     loud.train[:40] *= 1e4
     correction = RolloutCorrection(weight)
     whole = correct(*batch.arguments, correction=correction, **batch.options)
-    beside = correct(*loud.arguments, correction=correction, **loud.options)
+    with_loud = correct(*loud.arguments, correction=correction, **loud.options)
     alone = correct(*(x[43:243] for x in batch.arguments), correction=correction, cu_seqlens=torch.tensor([0, 200]))
     assert torch.equal(whole.weights[43:243], alone.weights)
-    assert torch.equal(beside.weights[40:], whole.weights[40:])
+    assert torch.equal(with_loud.weights[40:], whole.weights[40:])
 
 
 def test_two_calls_agree_bit_by_bit() -> None:
@@ -292,8 +292,8 @@ def test_padded_input_refuses_cu_seqlens() -> None:
         ({"cu_seqlens": [0, 2, 7]}, r"cu_seqlens must ascend within \[0, 6\], the number of tokens, got 0 to 7"),
         ({"cu_seqlens": [0, 4, 2, 6]}, "cu_seqlens must ascend .*, which descends after position 1"),
         ({"segment_ids": [0, 0, 1, 9, 3, 2]}, "segment_ids must ascend over the loss tokens of a sequence"),
-        ({"segment_ids": [0, 0, 1, 9, 2, -1]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got -1 to 2"),
-        ({"segment_ids": [0, 0, 1, 9, 2, 4]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got 0 to 4"),
+        ({"segment_ids": [0, 0, 1, 9, 2, -1]}, r"segment_ids .* must be in \[0, num_segments\), .*=4, got -1 to 2"),
+        ({"segment_ids": [0, 0, 1, 9, 2, 4]}, r"segment_ids .* must be in \[0, num_segments\), .*=4, got 0 to 4"),
     ],
 )
 def test_values_that_only_the_device_knows_are_checked_where_asked(change: dict[str, list[int]], message: str) -> None:
