@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import compute_dtype
 from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.loss.options import SURROGATES, LossOptions
 
 
@@ -170,16 +171,12 @@ def _reinforce(tokens: _Tokens, options: LossOptions) -> tuple[Tensor, list[Tens
 _SURROGATES: dict[str, Surrogate] = {"ppo": _ppo, "reinforce": _reinforce}
 
 
-def _k3(distance: Tensor) -> Tensor:
-    return distance.expm1() - distance
-
-
 KLEstimator = Callable[[Tensor], Tensor]
 """log reference - log current -> an estimate of KL(current || reference), token by token."""
 _KL_ESTIMATORS: dict[str, KLEstimator] = {
     "k1": torch.neg,
     "k2": lambda distance: distance.square() / 2,
-    "k3": _k3,
+    "k3": k3,
 }
 
 
