@@ -1,4 +1,4 @@
-"""Calls that wait for a module: a host whose processes import only parts of it is patched as the parts arrive."""
+"""Calls that run once a module is imported: a host whose processes import only parts of it is patched part by part."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class AfterImport(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def forget(self) -> None:
-        """Call nothing any more."""
+        """Drop every call that still waits."""
         self._waiting.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)

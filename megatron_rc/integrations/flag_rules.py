@@ -74,7 +74,7 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
 def uncorrected_rules(
     quantized: Callable[[Any], bool], stale: Callable[[Any], bool], corrected: Callable[[Any], bool], fix: str
 ) -> tuple[FlagRule, FlagRule]:
-    """The mistakes "quantized-rollouts" and "asynchronous-rollouts": a gap on which nothing acts.
+    """The rules "quantized-rollouts" and "asynchronous-rollouts": pi and mu differ, and no correction acts.
 
     Args:
         quantized, stale, corrected: arguments -> whether the rollouts are quantised, whether older weights sample them,
@@ -96,7 +96,7 @@ def uncorrected_rules(
 
 
 def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagRule]:
-    """The mistakes "temperature" and "logprobs-mode" of a host with overrides, by the dotted paths of both settings."""
+    """The rules "temperature" and "logprobs-mode" for a host that names both settings by dotted paths."""
     return (
         FlagRule(
             "temperature", lambda args: args[temperature] <= 0,

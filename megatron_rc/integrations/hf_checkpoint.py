@@ -1,4 +1,4 @@
-"""What a checkpoint of Hugging Face is, by its config.json or else by its name, and the rules that follow from it."""
+"""Whether a Hugging Face checkpoint is quantised or has experts, by its config.json or its name, and rules about it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: object) -> Checkpoint:
-    """The facts about a folder, or about a model of the hub, whose config.json is read where the hub's cache has it."""
+    """Facts about a folder or a model of the hub, from its config.json (here or in the hub's cache), else its name."""
     name = str(path or "")
     config = _config_of(name)
     if config is None:
@@ -41,7 +41,7 @@ def read_checkpoint(path: object) -> Checkpoint:
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A configuration and those inside it: a model of several modalities has its language model in one of them."""
+    """A configuration and those nested in it: a multimodal model keeps its language model in one of them."""
     yield config
     for value in config.values():
         if isinstance(value, dict):
@@ -67,7 +67,7 @@ def _config_of(name: str) -> dict[str, Any] | None:
 def checkpoint_rules(
     model: str, *, quantize: str, replays: Callable[[Any], bool], replay: str
 ) -> tuple[FlagRule, FlagRule]:
-    """The mistakes "quantized-checkpoint" and "moe-replay" of a host whose trainer and engine read one checkpoint.
+    """The rules "quantized-checkpoint" and "moe-replay" of a host whose trainer and engine read one checkpoint.
 
     Args:
         model: dotted path of the setting that names the checkpoint.

@@ -14,7 +14,7 @@ from megatron_rc.settings.head import LOGITS, HeadOptions
 
 @dataclass(eq=False)
 class Place:
-    """A function of a host, and the one that takes its place."""
+    """A function of a host and its replacement."""
 
     symbol: Symbol
     owner: Any

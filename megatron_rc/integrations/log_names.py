@@ -16,7 +16,7 @@ _BEGINNINGS = ("truncated_", "clipped_", "outside_", "rejected_", "tokens_lag_",
 
 
 def worth_logging(values: Mapping[str, float]) -> dict[str, float]:
-    """The values of `MetricSums.values` that a log line has room for: a host prints every name that it is given."""
+    """The metrics worth a place in a host's log, which prints every name it is given."""
     return {name: value for name, value in values.items() if name in _NAMES or name.startswith(_BEGINNINGS)}
 
 

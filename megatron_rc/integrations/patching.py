@@ -66,7 +66,7 @@ def patch(
 def patch_host(
     target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS
 ) -> "Patch":
-    """`patch` for a host that is at hand."""
+    """`patch` for a Host instead of a name."""
     if head.head not in target.heads:
         allowed = " or ".join(map(repr, target.heads))
         raise ValueError(f"head must be {allowed} with host {target.name!r}, got {head.head!r}")
@@ -148,7 +148,7 @@ class Patch:
 
 
 def _inspected(host: Host) -> str | None:
-    """The version of a host whose files have every symbol as it is expected."""
+    """The version of a host; ValueError if a symbol in its files is not as expected."""
     if not host.is_importable():
         raise ValueError(f"{host.name} cannot be imported: no module {host.module} on sys.path")
     version = host.read_version()
@@ -191,7 +191,7 @@ def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:
 
 
 def _as_function(replacement: Function, original: FunctionType) -> Any:
-    """A callable as a function, which a class that holds it under a name binds as it binds the original."""
+    """A callable as a plain function, so that a class binds it as it bound the original."""
 
     @wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ def _as_function(replacement: Function, original: FunctionType) -> Any:
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:
-    """Owner and function of a symbol, which must still be the one of the host's own file."""
+    """Owner and function of a symbol; ValueError if the function is not the one in the host's own file."""
     try:
         owner: Any = import_module(symbol.module)
     except ImportError as error:

@@ -47,7 +47,7 @@ def _owners() -> Iterator[tuple[Any, str]]:
 
 
 def _change(container: Any, others: Mapping[int, tuple[Any, Any]]) -> bool:
-    """Put the other functions into a dict or a list; True for what keeps those that it holds."""
+    """Replace functions in a dict or list; True for a container that still holds one, because it cannot change."""
     if isinstance(container, partial):
         return id(container.func) in others
     if isinstance(container, tuple | set | frozenset):

@@ -38,7 +38,7 @@ class Symbol:
 
 
 class Recipe(NamedTuple):
-    """How a host that takes functions by their names is given a correction: nothing of it is replaced."""
+    """How to give a correction to a host that loads functions by name: nothing of it is replaced."""
 
     flags: list[str]
     """To be added to the host's command line, each with its value; one of them names rc.yaml."""
@@ -109,7 +109,7 @@ class Host:
         return find_module(self.module) is not None
 
     def knows(self, version: str | None) -> bool:
-        """Whether the symbols of this version were read; a host without versions is known by its symbols alone."""
+        """Whether the symbols of this version were read; a host without versions is judged by its symbols alone."""
         return not self.versions or is_release(version, self.versions)
 
 

@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_host_and_each_token_has_the_epoch_of_the_turn_tha
     chain = rollout(([1, 2, 3], [0, 1, 1]), ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1]))
     rewritten = rollout(([1, 2], [0, 1]), ([7, 8, 9], [0, 1, 1]))
     failed, text = rollout(), SimpleNamespace(trajectory=["words of text"], generation_mask=None)
-    # over the turns one after another: the second turn encodes the first one anew
+    # over the turns one after another: the second turn encodes the first one again
     segments = [[[(3, 2), (4, 1), (6, 5), (7, 1)], []], [[(5, 2), (6, 3)], []]]
     rows = epochs_of_rows([[chain, failed], [rewritten, text]], segments, collapses)
     _ = UNKNOWN

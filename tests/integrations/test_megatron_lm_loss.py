@@ -25,7 +25,7 @@ GOLDEN = json.loads((Path(sources.__file__).parent / "golden.json").read_text())
 
 @pytest.fixture(params=["stub", "source"])
 def host(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The modules of megatron-lm; the installed megatron-core beside them has another version."""
+    """The modules of megatron-lm; the installed megatron-core next to them has another version."""
     folder = sources.STUB if request.param == "stub" else sources.cut_out(sources.tree(), tmp_path)
     monkeypatch.setitem(hosts.HOSTS, "megatron-lm", replace(HOST, read_version=lambda: "0.20.0"))
     with sources.imported(folder) as modules:

@@ -52,7 +52,7 @@ SPLITS["PP2"] = (2, ["--pipeline-model-parallel-size", "2"])
 
 
 def launch(ranks: int, before: list[str], flags: list[str], cases: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the job wrote; `before` stands between torchrun's own arguments and the job's flags."""
+    """What the job wrote; `before` goes between torchrun's own arguments and the job's flags."""
     with TemporaryDirectory() as folder:
         environment = environment_of(sources.tree().resolve()) | {"RL_JOB_OUT": f"{folder}/out"}
         environment |= {"RL_JOB_CASES": json.dumps(cases)} if cases else {}

@@ -206,7 +206,7 @@ def test_turns_are_the_runs_of_the_token_mask() -> None:
         policy.train(data, loss_fn())
     log_ratio = data["prev_logprobs"] - data["generation_logprobs"]
     ends = int(data["token_mask"][0].nonzero().max()) + 1
-    for turn in (slice(2, 4), slice(6, ends)):  # tool output lies between them
+    for turn in (slice(2, 4), slice(6, ends)):  # tool output is between them
         weight = log_ratio[0, turn].mean().exp().clamp(max=1.05)
         torch.testing.assert_close(policy.seen[0]["data"]["advantages"][0, turn], data["advantages"][0, turn] * weight)
 

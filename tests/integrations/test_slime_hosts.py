@@ -98,7 +98,7 @@ def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str)
 
 
 def test_no_module_has_the_name_of_a_hook() -> None:
-    # importing such a module would put it in the place of the hook of that name
+    # importing such a module would replace the hook of that name
     modules = {path.stem for path in Path(slime.__file__).parent.iterdir()}
     assert "settings" in modules and not modules & {*HOOKS}
     assert {*HOOKS, "HOST"} == {*slime.__all__}

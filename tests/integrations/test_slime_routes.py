@@ -1,4 +1,4 @@
-"""Routes inside slime and miles: the trainer's own choice beside the experts that the host replays."""
+"""Routes inside slime and miles: the trainer's own choice next to the experts that the host replays."""
 
 from argparse import Namespace
 from contextlib import nullcontext

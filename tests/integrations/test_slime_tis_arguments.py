@@ -33,7 +33,7 @@ GIVEN = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
 
 
 def installed(folder: Path, module: str, source: str) -> None:
-    """A host of which this is the module that calls the TIS function."""
+    """A host with this module, which calls the TIS function."""
     file = folder.joinpath(*module.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)
     for package in file.relative_to(folder).parents[:-1]:

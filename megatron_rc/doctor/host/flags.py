@@ -13,6 +13,8 @@ from megatron_rc.doctor.host.script import program_of, read_script
 from megatron_rc.doctor.registry import Undecided
 
 EXPANDED = "Let the script echo its command, and give that."
+MAX_NAMED = 5
+"""A sentence names at most this many shell variables: scripts with dozens would fill the screen."""
 _LIST = re.compile(r"\$\{\w+\[[@*]\]\}$|\$[@*]$")
 
 
@@ -69,7 +71,7 @@ class Flags:
         if name in self._in_branches or f"no-{name}" in self._in_branches:
             raise Undecided(f"--{name} is in a branch of the script that may run or not", EXPANDED)
         if self.hidden:
-            raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:5])}", EXPANDED)
+            raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:MAX_NAMED])}", EXPANDED)
 
     def names_beginning(self, *starts: str) -> list[str]:
         return [name for name in self._values if name.startswith(starts)]

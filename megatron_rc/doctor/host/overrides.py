@@ -8,12 +8,14 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
-from megatron_rc.doctor.host.flags import EXPANDED, Flags
+from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags
 from megatron_rc.doctor.registry import Undecided
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _ABSENT = object()
+MAX_REFERENCES = 3
+"""More steps from one value to the next stay undecided: values that refer to each other would not end."""
 
 
 class Overrides:
@@ -24,7 +26,7 @@ class Overrides:
     Args:
         flags: the command line.
         defaults: values by dotted path where neither the command line nor a YAML file has one.
-        own_configs: names of YAML files of the host that ``defaults`` replaces; () where it does not use Hydra.
+        own_configs: names of YAML files of the host whose values ``defaults`` holds; () where it does not use Hydra.
     """
 
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], own_configs: Sequence[str] = ()) -> None:
@@ -42,7 +44,7 @@ class Overrides:
         self.variables = flags.variables
 
     def __getitem__(self, path: str) -> Any:
-        return self._read(path, 3)
+        return self._read(path, MAX_REFERENCES)
 
     def _read(self, path: str, references: int) -> Any:
         parts = path.split(".")
@@ -64,7 +66,7 @@ class Overrides:
 
     def _default(self, path: str) -> Any:
         if self._flags.hidden:
-            raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:5])}", EXPANDED)
+            raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:MAX_NAMED])}", EXPANDED)
         if self._unread:
             raise Undecided(f"{path} may be set in {self._unread}, which is not here", "Run doctor where that file is.")
         return self._defaults[path]

@@ -140,6 +140,7 @@ def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[
 
 def _fill(script: Script, text: str) -> str:
     """A text with its plain variables filled in, innermost first."""
+    # five levels of nesting: more are rare, and a variable may contain itself
     for _ in range(5):
         filled = _VARIABLE.sub(lambda found: _value(script, found), text)
         if filled == text:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_rc.doctor.host.facts import HostFacts
-from megatron_rc.doctor.host.flags import EXPANDED, Arguments
+from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Arguments
 from megatron_rc.doctor.host.overrides import Overrides
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, good, note
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
@@ -20,9 +20,8 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
         """Words that the shell replaces."""
         hidden = facts.flags.hidden
         if hidden:
-            return note(
-                f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set", EXPANDED
-            )
+            named = ", ".join(hidden[:MAX_NAMED])
+            return note(f"flags may hide in {named}, so a flag that seems to be missing may be set", EXPANDED)
         return good("every flag is spelled out, or is in a plain variable of the script")
 
     rules = host.flag_rules if host.reads_overrides else (*MEGATRON_RULES, *host.flag_rules)

@@ -24,7 +24,7 @@ _MARKS_MISSING = "marks missing rollout log-probs with NaN"
 
 
 def _corrected(module: str, name: str, parameters: str, ours: str, summary: str) -> Symbol:
-    """A function that a module of this folder replaces by one of the same name, in a run with a correction."""
+    """A symbol that a run with a correction replaces by the function of the same name in our module ``ours``."""
     replacement = replaced_by(f"{OURS}.{ours}", name, when=lambda session: session.correction is not None)
     return Symbol(module, name, parameters, replacement, summary)
 

@@ -1,4 +1,4 @@
-"""Lags of the tokens of a rollout batch of megatron/rl, from the epochs that its inference engine notes."""
+"""Lags of the tokens in a rollout batch of megatron/rl, from the epochs that its inference engine records."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
-"""Epoch of a token that was not generated, or that no record is of."""
+"""Epoch of a token that was not generated, or has no record."""
 
 
 def epochs_of_rows(

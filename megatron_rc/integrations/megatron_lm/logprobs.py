@@ -18,7 +18,7 @@ from megatron_rc.training.model.hidden_states import hidden_states
 
 
 def get_logprobs(original: Function, session: Session, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's function, whose forward pass leaves the logits on the rank that computed them, or makes none.
+    """The host's function, with a forward pass whose logits stay sharded, or that makes none.
 
     The host still cuts and shifts the tokens, under packing and context parallelism too. It then calls
     selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts, or takes
@@ -46,7 +46,7 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
 
 
 def load_packed_data_by_index(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
-    """The host's function, which it calls right before it asks for the log-probs of this bin."""
+    """The host's function; ours also notes the bin, because the host asks for its log-probs next."""
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     mask = call["packing_context"].packed_loss_mask
     if session.bins is None or session.bins.mask is not mask:
@@ -56,7 +56,7 @@ def load_packed_data_by_index(original: Function, session: Session, *args: Any, 
 
 
 def _take_loaded_rows(session: Session, cp_group: dist.ProcessGroup | None) -> Tensor | None:
-    """The rows with a loss of the bin whose log-probs are asked for.
+    """The rows that have a loss in the bin whose log-probs the host asks for.
 
     None where no bin was loaded, and where context-parallel ranks split its rows.
     """

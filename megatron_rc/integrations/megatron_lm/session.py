@@ -46,7 +46,7 @@ class HiddenStates(NamedTuple):
 
 
 class BinRows(NamedTuple):
-    """The rows of the bins of one rollout batch that have a loss, listed once, so that no bin waits for the device."""
+    """The rows with a loss in every bin of a rollout batch, listed once so that no bin waits for the device."""
 
     mask: Tensor
     """[bins, T], the host's loss mask of tokens."""
@@ -73,9 +73,9 @@ class Session(HoldsRule):
     answers: LogitShards | WholeLogits | HiddenStates | None = None
     """What the model answers: set inside get_logprobs on a pipeline stage with a head; None outside."""
     bins: BinRows | None = None
-    """The bins of the rollout batch that the host loaded one of last, with head "linear"."""
+    """With head "linear": the bins of the rollout batch from which the host last loaded one."""
     loaded: int | None = None
-    """The bin that the host has loaded and not yet computed the log-probs of."""
+    """The bin that the host has loaded and whose log-probs it has not computed yet."""
     num_rows: int = 0
     """Rows (bins under packing) of this rank in the rollout batch that is being prepared."""
     tokens: list[int] = field(default_factory=list)

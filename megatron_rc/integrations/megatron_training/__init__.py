@@ -35,7 +35,7 @@ _TRAIN_STEP = (
 
 
 def host(version: str | None) -> Host:
-    """The host with the signatures of a version of megatron-core; those of the newest known one for any other."""
+    """The host, with the signatures of this version of megatron-core, or of the newest known one if it is unknown."""
     short = versions.is_release(version, versions.SHORT_TRAIN_STEP)
     return Host(
         name=NAME,

@@ -1,4 +1,4 @@
-"""correct_micro_batch: what a loss function of one's own calls in a program that is patched."""
+"""correct_micro_batch: the call that a patched program makes in its own loss function."""
 
 from megatron.core import parallel_state
 from torch import Tensor

@@ -27,7 +27,7 @@ _SETUP = "master_config, tokenizer, dataset, val_dataset, processor=None"
 
 
 def _called(module: str, name: str, parameters: str, summary: str) -> Symbol:
-    """A function of the host that ours call or extend and never replace."""
+    """A function of the host that we call or extend, and never replace."""
     return Symbol(module, name, parameters, None, summary)
 
 

@@ -147,7 +147,7 @@ def _correct(session: Session, data: Any) -> dict[str, float]:
 
 @contextmanager
 def _given_back(data: Any) -> Iterator[None]:
-    """A block after which ``data``, which the host logs, has its own tensors."""
+    """Within this block ``data`` may change; after it the host, which logs it, has its own tensors back."""
     own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
     try:
         yield

@@ -57,7 +57,7 @@ def demanded(config: Any) -> bool:
 
 
 def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:
-    """In place of the setup of a trainer that the patch does not correct: it always raises ValueError."""
+    """Replaces the setup of a trainer that the patch does not correct: it always raises ValueError."""
     raise ValueError(
         f"nemo-rl is corrected in examples/run_grpo.py and scripts like it, not in {original.__module__}: drop "
         "`megatron_rc patch`, or run GRPO with data_plane.enabled=false"

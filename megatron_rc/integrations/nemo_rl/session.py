@@ -42,7 +42,7 @@ class Session:
         return schema.to_dict(WorkerSettings(lr_rule=settings_of(self.lr_rule, "to other processes")))
 
     def release(self) -> None:
-        """Take our worker off the host's table; say so where the script never came to GRPO's setup."""
+        """Remove our worker from the host's table; warn if the script never called GRPO's setup."""
         registry = sys.modules.get(_REGISTRY)
         if registry is not None:
             registry.ACTOR_ENVIRONMENT_REGISTRY.pop(WORKER, None)

@@ -3,11 +3,11 @@
 What runs when, on the training processes of the host:
 
 1. `enable`, before the model is built, names the other hooks that the settings need. It calls `check`, which refuses
-   flags and settings that they cannot honour, and which may be named in its place.
+   flags and settings that they cannot honour, and which may be named instead.
 2. `before_log_prob`, before the pass over the old log-probs, lets the routers say what they would choose.
 3. `rollout_data` (slime only) corrects a whole rollout before its update.
 4. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
-5. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` takes its place;
+5. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` replaces it;
    `pg_loss_reducer` sums either.
 
 docs/hosts/slime.md has the recipe. A function is imported when it is first used: doctor reads this package without

@@ -1,4 +1,4 @@
-"""The names under which slime's own functions log the gap and the weights, with their numbers."""
+"""Metrics of the gap and the weights, under the names that slime's own functions give them."""
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def host_metrics(tokens: HostTokens, correction: RolloutCorrection) -> dict[str,
 
 
 class _Gap:
-    """Log-ratios of the tokens of this rank, and numbers of whole sequences, with those of other ranks."""
+    """Log-ratios of this rank's tokens, and numbers of whole sequences over all context-parallel ranks."""
 
     def __init__(self, tokens: HostTokens, correction: RolloutCorrection) -> None:
         ratio, layout = tokens.log_ratio, tokens.layout

@@ -1,4 +1,4 @@
-"""What `routes` cannot do: rules as those of the other hooks."""
+"""What `routes` cannot do, as rules like those of the hooks."""
 
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.slime.settings import flag, names

@@ -189,7 +189,7 @@ def _gathered(pair: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def _without_replay() -> Iterator[None]:
-    """The host's stage in which its routers choose by themselves."""
+    """Within this block the host's routers choose for themselves."""
     miles = sys.modules.get("miles.utils.replay_base")
     holder: Any = _Environment() if miles is None else miles.routing_replay_manager
     stage, holder.stage = holder.stage, "fallthrough"
@@ -200,7 +200,7 @@ def _without_replay() -> Iterator[None]:
 
 
 class _Environment:
-    """slime's stage of replay, which is a variable of the environment."""
+    """slime's stage of replay, which it keeps in an environment variable."""
 
     @property
     def stage(self) -> str:

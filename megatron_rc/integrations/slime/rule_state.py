@@ -40,7 +40,7 @@ def remembers(scheduler_class: type) -> bool:
 
 
 def loaded_state(opt_param_scheduler: Any, rule: LRScale, *, before: int) -> tuple[int, dict[str, Any]] | None:
-    """(rollout_id, state of the rule) out of the checkpoint that was loaded; None without one before this rollout."""
+    """(rollout_id, state of the rule) from the loaded checkpoint; None if it has none from before this rollout."""
     saved = _loaded.get(opt_param_scheduler, {})
     state = dict(saved.get(KEY) or earlier_state(saved) or {})
     if state.get("rule") != rule.name or state[_ROLLOUT] >= before:

@@ -75,7 +75,7 @@ def correct_tokens(
 
 
 def measuring(correction: RolloutCorrection) -> RolloutCorrection:
-    """The same settings without weight and rejections."""
+    """The same correction without weight and rejections: it only measures."""
     return dataclasses.replace(correction, weight=None, reject=(), normalize="none")
 
 

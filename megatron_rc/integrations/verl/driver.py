@@ -1,4 +1,4 @@
-"""The trainer process of verl: a rollout is corrected as a whole, and what the actor's update is given."""
+"""The trainer process of verl: it corrects a whole rollout, and changes what the actor's update gets."""
 
 import math
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[st
 
 
 def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under rollout_corr/ that verl defines alike, or that follow from ours.
+    """Our metrics under verl's names, where verl defines the same quantity or one that follows from ours.
 
     verl's chi2 is mean rho^2 - 1 = mean (rho - 1)^2 + 2 (mean rho - 1).
     """
@@ -109,7 +109,7 @@ def _kept(data: Any) -> Tensor:
 
 
 def _check_workers(state: VerlPatch, metrics: Mapping[str, Any]) -> None:
-    """Refuse to go on where the workers have not loaded the plugin, so that nothing of ours ran there."""
+    """Refuse to go on if the workers run without the plugin, because then nothing of ours acts there."""
     if not state.in_workers:
         return
     wanted = PREFIX if state.lr_rule is None else scale.PREFIX

@@ -58,7 +58,7 @@ def fused_forward(original: FunctionType, state: VerlPatch, model: Any, *args: A
 
 
 def _with_our_head(original: FunctionType, sequence_parallel: bool) -> Function:
-    """A copy of the host's function in which two names mean other functions.
+    """A copy of the host's function in which two names refer to our functions.
 
     The backward of the host's gather adds up the gradients of hidden states, which its kernel leaves to each rank.
     `linear_logprobs` gathers and adds up by itself.

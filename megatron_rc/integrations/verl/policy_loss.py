@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
 
 def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
-    """The host's function, which knows one loss more."""
+    """The host's function, which also knows loss_mode=megatron_rc."""
     if name != LOSS_MODE:
         return original(name)
     corrected = corrected_by_the_worker if state.by_the_loss else corrected_by_the_driver

@@ -1,4 +1,4 @@
-"""The workers of verl: the learning rate of the actor's update, and what its loss has measured."""
+"""The workers of verl: the learning rate of the actor's update, and the metrics of its loss."""
 
 from typing import Any
 

@@ -173,4 +173,5 @@ def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_m
         raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
     if args.use_unbiased_kl:
         kl = kl * torch.where(loss_mask, current - old, 0).exp()
+    # both hosts clamp their low_var_kl at 10
     return kl.clamp(-10, 10) if args.kl_loss_type == "low_var_kl" else kl

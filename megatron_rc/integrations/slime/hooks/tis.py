@@ -84,7 +84,7 @@ def tis(
 
 
 def _handed_over(layout: Layout, name: str, values: Sequence[Tensor] | Tensor | None) -> Tensor:
-    """[N] from what only some versions of the hosts pass, detached; ValueError where this one does not."""
+    """[N], detached, of what only some versions of the hosts pass; ValueError if this one does not."""
     if isinstance(values, Tensor):
         values = values.split(layout.counts) if values.shape == (sum(layout.counts),) else [*values]
     remedy = f"this host does not hand it to --custom-tis-function-path; {flag('loss')} needs no such host"

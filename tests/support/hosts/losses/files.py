@@ -1,4 +1,4 @@
-"""The files of docs/hosts/losses.md, and the trees of prime-rl, SkyRL and TRL beside which they run."""
+"""The files of docs/hosts/losses.md, and the trees of prime-rl, SkyRL and TRL next to which they run."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def text(name: str) -> str:
 
 
 def answers(host: str, folder: Path) -> dict[str, Any]:
-    """What the job of a host, HOST_job.py, printed beside its tree; the file of the page lies in ``folder``."""
+    """What the job of a host, HOST_job.py, printed next to its tree; the file of the page lies in ``folder``."""
     tree, python = TREES[host], os.environ.get(PYTHON)
     root = os.environ.get(tree.variable)
     if not (root and python):

@@ -61,7 +61,7 @@ def environment_of(*trees: Path) -> dict[str, str]:
 
 
 def alone(*trees: Path, port: int) -> dict[str, str]:
-    """The same for the one rank of a script that finds modules beside itself."""
+    """The same for the one rank of a script that finds modules next to itself."""
     kept = {name: value for name, value in environment_of(*trees).items() if name != "PYTHONSAFEPATH"}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**kept, **rank}

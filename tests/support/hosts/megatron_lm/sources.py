@@ -83,7 +83,7 @@ def imported(folder: Path) -> Iterator[SimpleNamespace]:
 
 
 def replace(module: Any, session: Any, *names: str) -> None:
-    """Put ours in the place of these functions of a module of the host."""
+    """Put ours instead of these functions of a module of the host."""
     made = {symbol.name: symbol.make for symbol in HOST.symbols}
     for name in names:
         setattr(module, name, made[name](getattr(module, name), session) or getattr(module, name))

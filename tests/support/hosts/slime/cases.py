@@ -1,4 +1,4 @@
-"""Settings of a host's policy loss beside those of ours that must give the same loss and gradient."""
+"""Settings of a host's policy loss next to those of ours that must give the same loss and gradient."""
 
 from argparse import Namespace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""slime's example train_infer_mismatch_helper: its arguments, beside the correction of ours that does the same.
+"""slime's example train_infer_mismatch_helper: its arguments, next to the correction of ours that does the same.
 
 ``SLIME_DIR=<source tree> python tests/support/hosts/slime/mismatch.py COMMIT`` writes mismatch.json: the metrics of the
 example's own function, for every response token of the samples of `cases.whole`.

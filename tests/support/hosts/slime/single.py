@@ -1,4 +1,4 @@
-"""One process without process groups in the place of Megatron's parallel state, and the hook loss in it."""
+"""One process without process groups instead of Megatron's parallel state, and the hook loss in it."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What verl's own functions answer, alone and patched; `sources.job` runs a function of this file beside the real verl.
+"""What verl's own functions answer, alone and patched; `sources.job` runs a function of this file in the real verl.
 
 ``python -W ignore jobs.py COMMIT > golden.json`` in such an environment records what the tests compare with elsewhere.
 """

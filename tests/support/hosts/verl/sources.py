@@ -40,5 +40,5 @@ def _answers() -> dict[str, Any]:
 
 
 def job(name: str) -> Any:
-    """The answer of a function of jobs.py or worker_jobs.py, which runs beside the real verl."""
+    """The answer of a function of jobs.py or worker_jobs.py, which runs next to the real verl."""
     return _answers()[name]

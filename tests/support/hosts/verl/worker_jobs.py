@@ -1,4 +1,4 @@
-"""Workers and configuration of verl, patched; `sources.job` runs a function of this file beside the real verl."""
+"""Workers and configuration of verl, patched; `sources.job` runs a function of this file next to the real verl."""
 
 import json
 import tempfile
