@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
 """After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
+CODE = re.compile(r"(?<=:)\n\n(( {4}.*)?(\n|$))+")
 
 
 def long_sentences(source: str) -> Iterator[str]:
@@ -16,7 +17,7 @@ def long_sentences(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             start = 0
-            text = inspect.cleandoc(node.value.value)
+            text = CODE.sub("\n\n", inspect.cleandoc(node.value.value))
             for stop in [*(match.start() for match in END.finditer(text)), len(text)]:
                 if len(text[start:stop].split()) > 40:
                     yield text[start:stop].strip()
