@@ -1,5 +1,7 @@
 """linear_logprobs and linear_policy_loss: log-probs and policy loss of hidden states, whose logits are never kept.
 
+In plain PyTorch:
+
     def simple_linear_policy_loss(hidden, weight, targets, loss, chunk):
         total, by_hidden, by_weight = 0, torch.zeros_like(hidden), torch.zeros_like(weight)
         for first in range(0, len(hidden), chunk):
