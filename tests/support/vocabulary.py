@@ -21,7 +21,7 @@ WORDS = {
         ("correction/", "triton_kernels/"),
         {"gate_distance": "the router of a layer, as checkpoints call it", "gate_weights": "the same",
          "_gate_names": "rejections, in slime's metrics"},
-        ("gate", "show_gate", "lr_gate", "LRGate", "LRGateSettings"),
+        ("gate", "show_gate"),
     ),
     "plan": Word(
         "what the kernels and their twin read of a correction", ("correction/",), {"plan": "the command of a dry run"},
