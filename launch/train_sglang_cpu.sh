@@ -12,7 +12,7 @@ Makes .venv and .venv-sglang when they are missing, warms a Qwen3 up on demonstr
   --moe       Qwen3-MoE with expert parallelism; the routes of every token arrive with the rollouts
   --steps N   rollout steps (default: train.steps of launch/recipes/sglang_cpu.yaml)
   --seed N    random seed (default: 1)
-  --sync WAY  how weights reach the server: disk, tensor or distributed (default: tensor)
+  --sync WAY  how weights reach the server: a weight_sync of docs/sglang.md (default: tensor)
   --out DIR   where the run goes (default: runs/sglang-seed1, runs/sglang-moe-seed1, ... in the repository)
   --help      this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
@@ -21,7 +21,8 @@ TEXT
 
 moe='' seed=1 steps='' sync='' out=''
 take_options "--moe, --steps N, --seed N, --sync WAY, --out DIR" "$@"
-[[ "${sync:=tensor}" =~ ^(disk|tensor|distributed)$ ]] || die "--sync takes disk, tensor or distributed, got '$sync'"
+ways="$(PYTHONPATH="$ROOT" "$(find_python)" -c 'from megatron_rc.settings.sglang import TRANSPORTS; print(*TRANSPORTS)')"
+[[ " $ways " == *" ${sync:=tensor} "* ]] || die "--sync takes one of $ways, got '$sync'"
 out="${out:-$ROOT/runs/sglang${moe:+-moe}-seed$seed}"
 check_out
 prepare train-sglang train,report,sglang

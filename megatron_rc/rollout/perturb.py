@@ -2,14 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_rc.settings.rollout import Quantize
+from megatron_rc.schema.limits import check_one_of
+from megatron_rc.settings.rollout import QUANTIZATIONS, Quantize
 
-_FP8 = torch.float8_e4m3fn
 _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
 
 
@@ -25,10 +24,9 @@ def perturbed(
         noise: see ``amplified``.
 
     Raises:
-        ValueError: ``quantize`` is not one of none, int8, fp8.
+        ValueError: ``quantize`` is neither none nor in `QUANTIZATIONS`.
     """
-    if quantize not in ("none", "int8", "fp8"):
-        raise ValueError(f"quantize must be one of none, int8, fp8, got {quantize!r}")
+    check_one_of("quantize", quantize, ("none", *QUANTIZATIONS))
     for name, tensor in weights:
         if amplify > 0:
             tensor = amplified(tensor, amplify, name=name, noise=noise)
@@ -46,7 +44,7 @@ def is_quantizable(name: str, tensor: Tensor) -> bool:
     return tensor.ndim == 2 and name.endswith(".weight") and module not in _UNQUANTIZED_MODULES
 
 
-def quantized(tensor: Tensor, kind: Literal["int8", "fp8"]) -> Tensor:
+def quantized(tensor: Tensor, kind: str) -> Tensor:
     """Quantise symmetrically with one scale per output channel, and dequantise.
 
     int8: scale_o = max_i |w_oi| / 127, w' = scale * round(w / scale), error at most scale / 2
@@ -59,11 +57,11 @@ def quantized(tensor: Tensor, kind: Literal["int8", "fp8"]) -> Tensor:
         [out, in] of the same dtype; computed in fp32.
     """
     values = tensor.detach().float()
-    limit = 127.0 if kind == "int8" else torch.finfo(_FP8).max
+    limit, dtype = QUANTIZATIONS[kind].largest, getattr(torch, QUANTIZATIONS[kind].rounded_by)
     scale = values.abs().amax(dim=1, keepdim=True) / limit
     scale = torch.where(scale == 0, 1.0, scale)
     levels = (values / scale).clamp(-limit, limit)
-    levels = levels.round() if kind == "int8" else levels.to(_FP8).float()
+    levels = levels.to(dtype).float() if dtype.is_floating_point else levels.round()
     return (levels * scale).to(tensor.dtype)
 
 
@@ -73,7 +71,7 @@ def amplified(tensor: Tensor, scale: float, *, name: str, noise: int | str) -> T
     Args:
         tensor: any shape and float dtype; std is over all its elements, so a constant tensor stays as it is.
         name: of the tensor.
-        noise: names the draw, such as the version of the weights. z depends on both names alone, and is therefore the
+        noise: name of the draw, such as the version of the weights. z depends only on ``name`` and this, so it is the
             same on every rank and device and in every run.
 
     Returns:

@@ -14,7 +14,7 @@ from megatron_rc.rollout.opening import Opening
 
 
 class RecordedEngine(RolloutEngine):
-    """RolloutEngine over a dump: a response is looked up by its seed, and its prompt must be the recorded one.
+    """RolloutEngine over a dump: it finds a response by its seed, and checks that the prompt is the recorded one.
 
     A process may ask for any share of a step, in any order, and a resumed run needs no state. For training rollouts
     only: held-out prompts are not in a dump.
@@ -62,8 +62,8 @@ class RecordedEngine(RolloutEngine):
         return samples
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Remember the version only."""
-        # the export gathers across processes: leaving it unread would leave the other ranks waiting
+        """Remember the version, and nothing else."""
+        # the export is a collective: other ranks would wait for ever if it were not read
         for _ in weights:
             pass
         self.weight_version = version

@@ -9,9 +9,9 @@ from megatron_rc.engine import RolloutEngine
 
 
 class StaleEngine:
-    """RolloutEngine around another one that serves the weights of ``lag`` updates ago.
+    """RolloutEngine that wraps another one, which serves the weights of ``lag`` updates ago.
 
-    Until there were that many updates it serves the first. ``weight_version`` and the samples name the version that is
+    Before that many updates it serves the first weights. ``weight_version`` and the samples name the version that is
     really served. ``lag`` + 1 copies of the weights are kept in host memory.
     """
 
@@ -31,7 +31,7 @@ class StaleEngine:
             self._serve_oldest()
 
     def serve_now(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve these weights until the next update, which goes on with the queue."""
+        """Serve these weights until the next update, which returns to the queue."""
         self._engine.update_weights(weights, version)
         self.weight_version = version
 

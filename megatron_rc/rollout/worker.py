@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START_METHOD = "spawn"
-"""A fork would inherit the threads and the devices of the trainer."""
+"""A fork would inherit threads and devices of the trainer."""
 _END_S = 5.0  # from a closed pipe to the exit status, which an error names
 
 
@@ -38,7 +38,7 @@ class _Update(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """Responses that are new since the last message; the request goes on."""
+    """Responses finished since the last message; the request is not done yet."""
 
     responses: int
 
@@ -52,7 +52,7 @@ class _Failed(NamedTuple):
 
 
 class WorkerEngine(RolloutEngine):
-    """RolloutEngine whose work another engine does, in a process that this one starts and that ends with it.
+    """RolloutEngine that runs another engine in a child process, which ends with it.
 
     There is one request at a time: ``generate`` and ``update_weights`` wait for its end, in whatever thread they are
     called. Only one thread may call at a time.
@@ -87,7 +87,7 @@ class WorkerEngine(RolloutEngine):
 
     @property
     def pid(self) -> int:
-        """Number of the engine's process."""
+        """Process id of the engine."""
         assert self._process.pid is not None
         return int(self._process.pid)
 
@@ -97,7 +97,7 @@ class WorkerEngine(RolloutEngine):
         """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
         Raises:
-            ValueError: what the engine refuses, an error of it, or the end of its process.
+            ValueError: the engine refused or failed, or its process ended.
         """
         self._send(_Generate([list(map(int, prompt)) for prompt in prompts], params, n, list(seeds)))
         samples: list[Sample] = self._answer(on_finished)
@@ -107,7 +107,7 @@ class WorkerEngine(RolloutEngine):
         """Copy ``weights`` to the process, one at a time, and serve them as ``version``.
 
         Raises:
-            ValueError: what the engine refuses, an error of it, or the end of its process; on every trainer process.
+            ValueError: the engine refused or failed, or its process ended; on every trainer process.
         """
         error, remaining = None, iter(weights)
         try:
@@ -161,8 +161,8 @@ class WorkerEngine(RolloutEngine):
                     on_finished(responses)
 
     def _exit_code(self) -> int | None:
-        """Exit status of the process, for which this waits a few seconds; None if it goes on."""
-        with self._waiting:  # of two threads that wait for a process, one would not learn its status
+        """Exit status of the process, after a wait of a few seconds; None if it still runs."""
+        with self._waiting:  # when two threads wait for a process, only one learns its exit status
             self._process.join(_END_S)
             return self._process.exitcode
 
@@ -211,7 +211,7 @@ def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connectio
     try:
         engine.update_weights(weights, request.version)
     finally:
-        for _ in weights:  # of an update that was refused
+        for _ in weights:  # the rest of a refused update
             pass
     return None
 
@@ -237,7 +237,7 @@ def end_with_parent() -> None:
 
 
 def _send(pipe: Connection, message: Any) -> None:
-    # Connection.send would put tensors into shared memory, that of the trainer's own weights included
+    # Connection.send would move tensors into shared memory, even the trainer's own weights
     pipe.send_bytes(pickle.dumps(message))
 
 

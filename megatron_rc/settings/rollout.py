@@ -1,7 +1,7 @@
 """What is sampled, by which engine, and how far the weights that it serves are from those of the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, NamedTuple
 
 from megatron_rc.engine import DEFAULT_ENGINE, ENGINES, EngineKind, HiddenSampling, SamplingParams
 from megatron_rc.schema.choice import Choice
@@ -9,7 +9,18 @@ from megatron_rc.schema.limits import check_at_least
 from megatron_rc.settings.model import Dtype
 from megatron_rc.settings.sglang import SGLangSettings
 
-Quantize = Literal["none", "int8", "fp8"]
+
+class Quantization(NamedTuple):
+    """How a weight is rounded, once its output channel is scaled to the levels."""
+
+    largest: float
+    """Largest level, which the largest weight of a channel becomes."""
+    rounded_by: str
+    """dtype of torch whose numbers are the levels."""
+
+
+QUANTIZATIONS = {"int8": Quantization(127.0, "int8"), "fp8": Quantization(448.0, "float8_e4m3fn")}
+Quantize = Annotated[str, Choice({"none": "", **QUANTIZATIONS})]
 
 
 @dataclass(frozen=True, kw_only=True)

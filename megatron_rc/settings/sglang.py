@@ -1,11 +1,41 @@
 """The section ``rollout.sglang`` of a job's settings."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, NamedTuple
 
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least, check_positive
 
-SyncTransport = Literal["disk", "tensor", "distributed"]
+
+class TransportKind(NamedTuple):
+    """A way to bring weights to servers, and what it needs."""
+
+    sender: str
+    """Module of `megatron_rc.rollout.sglang`, and the Transport in it."""
+    sentence: str
+    needs_folder: bool = False
+    """It needs `sync_dir`."""
+    needs_devices: bool = False
+    """It needs the trainer's devices, unless trainer and servers all run on CPUs."""
+
+
+PORTABLE_TRANSPORT = "tensor"
+"""Needs neither, so that it reaches any server from any process."""
+TRANSPORTS = {
+    "disk": TransportKind(
+        "send_disk:DiskSync",
+        "servers load a checkpoint from `sync_dir`; for any server and layout, and the slowest.",
+        needs_folder=True,
+    ),
+    PORTABLE_TRANSPORT: TransportKind(
+        "send_tensor:TensorSync", "requests carry the weights; for small models and servers on the same host."
+    ),
+    "distributed": TransportKind(
+        "send_group:GroupSync",
+        "the trainer broadcasts the weights over NCCL or gloo; for servers on other GPUs.",
+        needs_devices=True,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +54,8 @@ class SGLangSettings:
     """Mean wait in seconds before the first new attempt; it doubles with each further one."""
     partial: bool = True
     """Continue a response that was stopped before its end, instead of discarding it."""
-    weight_sync: SyncTransport = "disk"
-    """disk: servers load a checkpoint from `sync_dir`. tensor: requests carry the weights. distributed: the trainer
-    broadcasts the weights over NCCL or gloo."""
+    weight_sync: Annotated[str, Choice(TRANSPORTS)] = "disk"
+    """How weights reach the servers."""
     sync_dir: str | None = None
     """Folder for weight_sync disk that trainer and servers see under the same path; null takes OUTPUT/sync."""
     bucket_bytes: int = 512 * 1024**2

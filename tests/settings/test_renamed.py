@@ -17,7 +17,7 @@ GRID = """\
 # a grid
 base: base.yaml
 job:
-  rollout: {engine: 'hf', sglang: {max_staleness: 3}, replay_path: a # dump
+  rollout: {engine: &e 'hf', sglang: {max_staleness: 3}, replay_path: a # dump
            }
 axes:
   gap:  # updates
@@ -28,7 +28,7 @@ GRID_NOW = """\
 # a grid
 base: base.yaml
 job:
-  rollout: {engine: embedded, sglang: {max_lag: 3}, recorded_path: a # dump
+  rollout: {engine: &e embedded, sglang: {max_lag: 3}, recorded_path: a # dump
            }
 axes:
   gap:  # updates

@@ -182,10 +182,21 @@ ENGINE = Change(
     "opening = SimpleNamespace(settings=job.load('rollout: {engine: dice}').rollout)\n"
     "assert open_engine(opening, lambda make: make()) == ('dice', opening)",
 )  # fmt: skip
+TRANSPORT = Change(
+    "a way to send weights to a server",
+    ((f"{RC}/settings/sglang.py", "TRANSPORTS = {\n",
+      'ANCHOR    "pigeon": TransportKind("send_pigeon:PigeonSync", "by air."),\n'),),
+    {f"{RC}/rollout/sglang/send_pigeon.py": (
+        "from megatron_rc.rollout.sglang.transport import Transport\n\n\n"
+        "class PigeonSync(Transport):\n    def send(self, servers, weights, version):\n        return {}\n")},
+    "from megatron_rc.settings import job\nfrom megatron_rc.rollout.sglang.weights import weight_sync\n"
+    "settings = job.load('rollout: {sglang: {weight_sync: pigeon}}').rollout.sglang\n"
+    "assert type(weight_sync(settings, {}).transport).__name__ == 'PigeonSync'",
+)  # fmt: skip
 
 CHANGES = (
     STATISTIC, METRIC, ADVANTAGE, SURGE, READER, RULE, HOST, FAMILY, TASK, PANEL, SETTING, REFUSAL, DOCTOR, BLOCK, CORE,
-    COLLECTIVE, SINK, ENGINE,
+    COLLECTIVE, SINK, ENGINE, TRANSPORT,
 )  # fmt: skip
-NOT_YET = ("a KL estimator of the loss", "a learning-rate rule", "a way to send weights to a server")
+NOT_YET = ("a KL estimator of the loss", "a learning-rate rule")
 """Rows whose tables are still to come."""

@@ -18,7 +18,7 @@ from megatron_rc.doctor.server.scores import Logprobs, fresh_gap, k3
 from megatron_rc.rollout.sglang import control
 from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
 from megatron_rc.rollout.sglang.http import Background, Server
-from megatron_rc.settings.sglang import SGLangSettings
+from megatron_rc.settings.sglang import PORTABLE_TRANSPORT, TRANSPORTS, SGLangSettings
 
 if TYPE_CHECKING:
     from megatron_rc.doctor.server.trainer_scores import TrainerModel
@@ -97,10 +97,11 @@ def measure(served: ServerFacts, trainer: TrainerFacts, model: TrainerModel, syn
 
 def _settings(served: ServerFacts, trainer: TrainerFacts, folder: str) -> SGLangSettings:
     """Those of the job for this server alone; the trainer of doctor is on the CPU, where NCCL cannot broadcast."""
-    settings = trainer.job.rollout.sglang if trainer.job else SGLangSettings(weight_sync="tensor")
-    if settings.weight_sync == "distributed":
-        settings = replace(settings, weight_sync="tensor")
-    elif settings.weight_sync == "disk":
+    settings = trainer.job.rollout.sglang if trainer.job else SGLangSettings(weight_sync=PORTABLE_TRANSPORT)
+    kind = TRANSPORTS[settings.weight_sync]
+    if kind.needs_devices:
+        settings = replace(settings, weight_sync=PORTABLE_TRANSPORT)
+    elif kind.needs_folder:
         settings = replace(settings, sync_dir=settings.sync_dir or folder)
     return replace(settings, urls=(served.url,))
 

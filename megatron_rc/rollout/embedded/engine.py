@@ -268,7 +268,7 @@ def _hidden_logprobs(scaled: Tensor, hidden: HiddenSampling) -> Tensor:
 def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     """The ids that remain after top-k, then top-p.
 
-    Top-k keeps the k largest; of equal ones the lower id. Top-p keeps an id while the mass before it, in descending
+    Top-k keeps the k largest; of equal logits the lower id. Top-p keeps an id while the mass before it, in descending
     order and renormalised after top-k, is < top_p: the smallest set whose mass reaches top_p.
 
     Args:
@@ -296,6 +296,6 @@ def _fast_single_query_attention(device: torch.device) -> contextlib.AbstractCon
 
 
 def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """[len(seeds), count] fp64 in [0, 1): row i depends on seeds[i] alone, and on no device."""
+    """[len(seeds), count] fp64 in [0, 1); row i depends only on seeds[i], on any device."""
     generator = torch.Generator()
     return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator.manual_seed(s)) for s in seeds])

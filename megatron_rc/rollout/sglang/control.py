@@ -1,4 +1,4 @@
-"""Requests of a weight update other than the weights: session, version, checksums and the log-probs of a probe."""
+"""Requests of a weight update that carry no weights: session, version, checksums and the log-probs of a probe."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def on_every(servers: Sequence[Server], call: Callable[[Server], T]) -> tuple[di
 
 
 def begin_update(server: Server, timeout_s: float) -> bool:
-    """Open the session that tensor and distributed updates need; False on servers that know none (before 2026-06)."""
+    """Open the session that tensor and distributed updates need; False if the server has none (before June 2026)."""
     try:
         server.post("/begin_weight_update", {}, timeout_s)
     except ServerError as error:
@@ -46,7 +46,7 @@ def set_version(server: Server, version: str, timeout_s: float) -> None:
 
 
 def read_version(server: Server, timeout_s: float) -> str:
-    """The name that the server gives to its weights; old servers have another path for it."""
+    """The server's name of its weights; old servers answer under another path."""
     try:
         answer = _fields(server.get("/model_info", timeout_s))
     except ServerError as error:

@@ -17,7 +17,7 @@ from megatron_rc.settings.sglang import SGLangSettings
 
 _ABORT_GRACE_S = 5.0
 """An aborted request is answered after the server's current step; one without an answer by then is given up."""
-_WATCH_S = 0.25  # how much later than its limit a request may be aborted
+_WATCH_S = 0.25  # delay at most between the limit of a request and its abort
 _LAST_ABORTS_S = 2.0
 """How long the end of a run waits for abort requests in flight."""
 

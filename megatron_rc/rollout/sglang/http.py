@@ -26,7 +26,7 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 class ServerError(Exception):
-    """A request without an answer, or with an error as the answer; the sentence holds no token and no text."""
+    """A request that got no answer, or an error; the sentence never holds tokens or text of a prompt."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ServerError(Exception):
 
 
 class Background:
-    """An event loop in a thread, and the HTTP session in it; ``close`` leaves neither behind."""
+    """An event loop in a thread, with an HTTP session; ``close`` ends both."""
 
     def __init__(self) -> None:
         try:
@@ -65,7 +65,7 @@ class Background:
         self.session: aiohttp.ClientSession = self.run(_open_session())
 
     def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] | None = None) -> T:
-        """Do ``work`` in the loop and wait for it in this thread; an exception while waiting cancels it.
+        """Run ``work`` in the loop and wait for it in this thread; an exception while waiting cancels it.
 
         Args:
             tick: called in this thread ten times per second, and once after the end.
@@ -136,7 +136,7 @@ class Server:
         self.model: dict[str, Any] = {}
         """Answer of /model_info at that time."""
         self.out: str | None = None
-        """Why it is out of rotation, one sentence; None while it is in."""
+        """One sentence on why it is out of rotation; None while it is in."""
         self.running = 0
         """Generations without an answer."""
         self.syncs = 0
@@ -144,12 +144,12 @@ class Server:
         self.failures = 0
         """Consecutive ones; failures of requests that were in flight together count as one."""
         self.resting_until = 0.0
-        """Time of the loop until which other servers are preferred."""
+        """Until this time of the loop, other servers are preferred."""
         self._background = background
 
     @property
     def name(self) -> str:
-        """The address without what may be a password."""
+        """The address, without a user name and password."""
         return self.url.partition("://")[2].rpartition("@")[2]
 
     def failed(self, now: float, pause_s: float) -> None:
@@ -227,7 +227,7 @@ def doubled(pause_s: float, times: int) -> float:
 
 
 def without_tokens(message: Any) -> str:
-    """A server's message, shortened, without what may be a list of token ids."""
+    """A server's message, shortened, and without anything that looks like a list of token ids."""
     return re.sub(r"[\[{][^\]}]*[\]}]*", "[...]", str(message))[:200]
 
 

@@ -29,7 +29,7 @@ class Pool:
             timeout_s: for each request made here.
 
         Raises:
-            ValueError: what a url names does not answer as a server or router does.
+            ValueError: a url does not answer as a server or router does.
         """
         for url in urls:
             if not url.startswith(("http://", "https://")):
@@ -44,7 +44,7 @@ class Pool:
 
     @property
     def rotation(self) -> list[Server]:
-        """Servers that generate."""
+        """Servers that take requests."""
         return [server for server in self.servers if server.out is None]
 
     def require_rotation(self) -> None:

@@ -34,7 +34,7 @@ class Delivery:
         self._sums_before = before.sums() if before else {}
 
     def see(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor; ValueError for one that would damage the server, whose process a wrong shape ends."""
+        """Record a tensor; raise ValueError for a wrong one: a wrong shape ends the process of a server."""
         if name in self.shapes:
             raise ValueError(f"the update holds {name} twice")
         if self._expected and name not in self._expected:
@@ -76,10 +76,10 @@ def server_name(name: str) -> str:
 
 
 def not_sent(names: Iterable[str], held: Checksums) -> str | None:
-    """A sentence if a server holds a tensor that was not even sent in part, else None."""
+    """A sentence if a server holds a tensor that was not sent, not even in part, else None."""
     filled = {server_name(name) for name in names}
     if "model.embed_tokens.weight" in filled:
-        # with tied word embeddings some servers list the head as well
+        # with tied word embeddings some servers also list the head
         filled.add("lm_head.weight")
     # a draft model has weights of its own, apart from the policy's
     own = {name for rank in held for name in rank if not name.startswith("draft")}
@@ -104,7 +104,7 @@ def not_taken(changed: Iterable[str], before: Checksums, after: Checksums) -> st
 
 
 def odd_ones_out(held: Mapping[str, Checksums]) -> dict[str, str]:
-    """Why the checksums of servers are wrong, by url: they differ from the majority's; without one, all are wrong.
+    """Servers whose checksums differ from those of the majority, by url, and why; all servers if there is no majority.
 
     Args:
         held: checksums by url, of servers that hold their tensors in equal pieces.

@@ -16,12 +16,12 @@ from megatron_rc.rollout.sglang.http import without_tokens
 from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _POSITIVE_BY_ROUNDING = 1e-5
-"""nats; rounding can lift the log-prob of a token with nearly all of the probability this far above 0."""
+"""nats; rounding may put the log-prob of a nearly certain token this far above 0."""
 _ROUTE_TYPES = {4: np.int32, 2: np.uint16, 1: np.uint8}
 
 
 class DamagedAnswer(Exception):
-    """An answer that must not be trained on: a reason such as "nan_logprob", and one sentence without tokens."""
+    """An answer that must not be trained on, with a reason such as "nan_logprob" and a sentence without tokens."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -64,7 +64,7 @@ class Piece:
     """Weight syncs of that server so far."""
 
     def __add__(self, then: "Piece") -> "Piece":
-        """These tokens followed by those of ``then``, whose spans of versions shift accordingly."""
+        """These tokens, then those of ``then``, with its spans of versions shifted."""
         if not self.output_ids:
             return then
         if not then.output_ids:
@@ -114,11 +114,11 @@ class Request:
 
     @property
     def first_route(self) -> int:
-        """The first row of routes that is new: the one that predicts the next token."""
+        """First new row of the routes: the one that predicts the next token."""
         return len(self.prompt_ids) + len(self.drawn) - 1 if self.drawn else 0
 
     def body(self) -> dict[str, Any]:
-        """The JSON; it states every sampling field for which a server may have other defaults."""
+        """The JSON; it sets every sampling field whose default may differ between servers."""
         params = self.params
         sampling: dict[str, Any] = {
             "n": 1,

@@ -20,9 +20,9 @@ from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
 from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.settings.sglang import SGLangSettings
 
-_POLL_SECONDS = 0.002  # what a broadcast may end late; an update has one per bucket
+_POLL_SECONDS = 0.002  # delay of each broadcast at most; an update has one per bucket
 _JOIN_SECONDS = 60.0  # a server joins after its current step, and NCCL sets up meanwhile
-_DESTROY_SECONDS = 10.0  # bounds the end: nothing follows from the answer
+_DESTROY_SECONDS = 10.0  # bounds the end of a job; nothing depends on the answer
 
 
 class _Group(NamedTuple):
@@ -80,7 +80,7 @@ class GroupSync(Transport):
             self._leave(notify=self._group.servers)
 
     def _join(self, servers: Sequence[Server], backend: str) -> dict[str, str]:
-        """Form the group of ``servers`` unless it exists; why servers failed, one sentence per url."""
+        """Form the group of ``servers`` unless it exists; returns a sentence per server that failed, by url."""
         if self._group is not None and set(self._group.servers) == set(servers):
             return {}
         self.close()
@@ -194,7 +194,7 @@ def _join_group(store: dist.Store, name: str, world_size: int, backend: str, tim
 
 
 def _broadcast(data: Tensor, handle: dist.ProcessGroup, asked: Sequence[Future[Any]], timeout_s: float) -> str | None:
-    """Broadcast ``data``; a sentence when that failed."""
+    """Broadcast ``data``; returns a sentence if that failed."""
     deadline = time.monotonic() + timeout_s
     try:
         work = dist.broadcast(data, src=0, group=handle, async_op=True)

@@ -12,7 +12,7 @@ from megatron_rc.settings.sglang import SGLangSettings
 
 class Transport(ABC):
     in_session = True
-    """Tensors are sent between begin_weight_update and end_weight_update."""
+    """Send tensors between begin_weight_update and end_weight_update."""
     undivided: tuple[str, ...] = ()
     """Fields of /server_info that must be 1: counts of server parts; this transport reaches only one part."""
 

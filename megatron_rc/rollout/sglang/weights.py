@@ -1,5 +1,6 @@
-"""The update protocol: every server has the new weights and proved it, or it leaves the rotation."""
+"""The update protocol: a server proves that it has the new weights, or it leaves the rotation."""
 
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -14,11 +15,8 @@ from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.proof import Checksums, Delivery, mean_difference, not_sent, not_taken, odd_ones_out
-from megatron_rc.rollout.sglang.send_disk import DiskSync
-from megatron_rc.rollout.sglang.send_group import GroupSync
-from megatron_rc.rollout.sglang.send_tensor import TensorSync
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.settings.sglang import SGLangSettings, SyncTransport
+from megatron_rc.settings.sglang import TRANSPORTS, SGLangSettings
 
 T = TypeVar("T")
 
@@ -34,7 +32,7 @@ _LAYOUT_FIELDS = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantiz
 
 @dataclass
 class WeightSync:
-    """How the trainer's writing process updates its servers, and what it knows of them since the last update."""
+    """How the writing process updates the servers, and what it knows about them from the last update."""
 
     transport: Transport
     hf_config: Mapping[str, Any]
@@ -44,7 +42,7 @@ class WeightSync:
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once per update, in the writing process alone, after all weights were taken."""
     accepted: Delivery | None = None
-    """The last update that servers passed."""
+    """The last update that any server passed."""
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
     """Version and checksums after the last update that a server passed, by url."""
 
@@ -52,19 +50,12 @@ class WeightSync:
         self.transport.close()
 
 
-TRANSPORTS: dict[SyncTransport, Callable[[SGLangSettings, Mapping[str, Any]], Transport]] = {
-    "disk": DiskSync,
-    "tensor": TensorSync,
-    "distributed": GroupSync,
-}
-"""By the value of rollout.sglang.weight_sync."""
-
-
 def weight_sync(
     settings: SGLangSettings, hf_config: Mapping[str, Any], probe: Callable[[list[int]], list[float]] | None = None
 ) -> WeightSync:
     """The transport that ``settings`` name, for servers with this config.json, with nothing sent yet."""
-    transport = TRANSPORTS[settings.weight_sync](settings, hf_config)
+    sender: type[Transport] = pkgutil.resolve_name(f"{__package__}.{TRANSPORTS[settings.weight_sync].sender}")
+    transport = sender(settings, hf_config)
     return WeightSync(transport, hf_config, settings.timeout_s, probe)
 
 
@@ -141,7 +132,7 @@ class _Update:
         return results
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Go on without these servers, as long as there are others."""
+        """Go on without these servers; raise ValueError if none is left."""
         self.give_up(failures)
         if not self.live:
             listed = "; ".join(f"{url}: {sentence}" for url, sentence in self.reasons.items())
@@ -175,7 +166,7 @@ class _Update:
                 continue
             sentence = not_sent(names, held[server.url])
             known_version, before = self.sync.known.get(server.url, ("", []))
-            # of a server that was restarted, or updated by someone else, no earlier checksums are known
+            # after a restart, or an update by someone else, the earlier checksums are unknown
             if sentence is None and known_version == versions[server.url] and len(before) == len(held[server.url]):
                 sentence = not_taken(changed, before, held[server.url])
             if sentence is not None:
@@ -210,7 +201,7 @@ class _Update:
         tolerance = PROBE_TOLERANCE[dtype] * fmean(map(abs, expected))
         for url, values in logprobs.items():
             difference = mean_difference(values, expected)
-            # written so that NaN fails
+            # not >, so that NaN fails
             if not difference <= tolerance:
                 failures[url] = (
                     f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:.2g}"

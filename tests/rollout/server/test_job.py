@@ -109,7 +109,7 @@ def test_wrong_arguments_of_the_script_are_refused_before_anything_starts(tmp_pa
     (tmp_path / "mine.txt").touch()
     for arguments, sentence in {
         ("--steps", "many"): "--steps takes a whole number, got 'many'",
-        ("--sync", "mail"): "--sync takes disk, tensor or distributed, got 'mail'",
+        ("--sync", "mail"): "--sync takes one of disk tensor distributed, got 'mail'",
         ("--fast",): "unknown argument '--fast'",
         ("--out", str(tmp_path)): "is not empty and holds no earlier run",
     }.items():
