@@ -24,15 +24,15 @@ class Session:
     """What one patch of the loop knows."""
 
     correction: RolloutCorrection
-    lr_decay: LengthDecayLR | None
+    lr_rule: LengthDecayLR | None
     seen: MetricSums = field(default_factory=MetricSums)
     schedulers: list[Any] = field(default_factory=list)
 
     def release(self) -> None:
         """Called when the patch is undone: the learning rate is the scheduler's own again."""
         for scheduler in self.schedulers:
-            assert self.lr_decay is not None
-            self.lr_decay.detach(scheduler)
+            assert self.lr_rule is not None
+            self.lr_rule.detach(scheduler)
         m = self.seen.values()
         print(f"k3 {m['k3']:.5f}, ESS {m['ess_token_final']:.4f}, largest weight {m['weight_max']:.3f} over all steps")
 
@@ -42,8 +42,8 @@ def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[...
         corrected = correct(old, rollout, mask, correction=session.correction, advantages=advantages)
         corrected.metrics.check()
         session.seen.merge(corrected.metrics)
-        if session.lr_decay is not None:  # the loop takes one optimizer step per rollout
-            session.lr_decay.step(corrected.metrics.values()["response_length"])
+        if session.lr_rule is not None:  # the loop takes one optimizer step per rollout
+            session.lr_rule.step(corrected.metrics.values()["response_length"])
         # 0 where a token is rejected; the loop's denominator still counts it
         return original(current, old, rollout, advantages * corrected.weights, mask)
 
@@ -51,9 +51,9 @@ def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[...
 
 
 def make_scheduler(original: Callable[..., Any], session: Session) -> Callable[..., Any] | None:
-    if session.lr_decay is None:
+    if session.lr_rule is None:
         return None
-    decay = session.lr_decay
+    decay = session.lr_rule
 
     def attached(optimizer: Any) -> Any:
         scheduler = original(optimizer)
@@ -74,7 +74,7 @@ HOSTS["existing-loop"] = Host(
     ),
     versions=(),
     read_version=lambda: None,
-    prepare=lambda correction, lr_decay: Session(correction or RolloutCorrection(), lr_decay),
+    prepare=lambda correction, lr_rule: Session(correction or RolloutCorrection(), lr_rule),
     release=Session.release,
     differences=("the run stops when more than 1 % of a step's log-probs are NaN or infinite",),
 )
@@ -87,7 +87,7 @@ def main() -> None:
         existing_loop.train()
     print("after: corrected, with the length decay")
     decay = LengthDecayLR(existing_loop.LR, decay_period=60)
-    with patch("existing-loop", correction=RolloutCorrection.preset("token-tis"), lr_decay=decay) as patched:
+    with patch("existing-loop", correction=RolloutCorrection.preset("token-tis"), lr_rule=decay) as patched:
         existing_loop.train()
     print(patched.report())
 

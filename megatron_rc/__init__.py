@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
     from megatron_rc.integrations.patching import Patch, patch
     from megatron_rc.learning_rate.length_decay import LengthDecayLR
-    from megatron_rc.learning_rate.mismatch import LRGate
+    from megatron_rc.learning_rate.mismatch import MismatchLR
     from megatron_rc.learning_rate.surge import SurgeDetector
+    from megatron_rc.logprobs.inputs import HeadInputs
     from megatron_rc.logprobs.linear import LinearPolicyLoss, linear_logprobs, linear_policy_loss
     from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-    from megatron_rc.loss.policy_loss import PolicyLoss, loss_scale, policy_loss
+    from megatron_rc.loss.options import LossOptions
+    from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
+    from megatron_rc.loss.scale import loss_scale
     from megatron_rc.training.model.hidden_states import hidden_states
 
 __version__ = "0.1.0"
@@ -28,10 +31,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Corrected",
     "Extras",
-    "LRGate",
+    "HeadInputs",
     "LengthDecayLR",
     "LinearPolicyLoss",
+    "LossOptions",
     "MetricSums",
+    "MismatchLR",
     "Patch",
     "PolicyLoss",
     "Rejection",
@@ -55,11 +60,14 @@ _NAMES_IN = {
     "correction.settings": ("Rejection", "RolloutCorrection", "Weight"),
     "integrations.patching": ("Patch", "patch"),
     "learning_rate.length_decay": ("LengthDecayLR",),
-    "learning_rate.mismatch": ("LRGate",),
+    "learning_rate.mismatch": ("MismatchLR",),
     "learning_rate.surge": ("SurgeDetector",),
+    "logprobs.inputs": ("HeadInputs",),
     "logprobs.linear": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
     "logprobs.logits": ("vocab_parallel_logprobs",),
-    "loss.policy_loss": ("PolicyLoss", "loss_scale", "policy_loss"),
+    "loss.options": ("LossOptions",),
+    "loss.policy_loss": ("PolicyLoss", "policy_loss"),
+    "loss.scale": ("loss_scale",),
     "training.model.hidden_states": ("hidden_states",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}

@@ -1,8 +1,6 @@
 """The choice between Triton kernels and plain PyTorch, and the switch for checks that wait for the device."""
 
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +9,6 @@ from megatron_rc.versions import TRITON, is_older
 
 BACKENDS = ("auto", "torch", "triton")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_TWINS = {
-    "linear_head": ("megatron_rc.logprobs.reference.linear", "megatron_rc.logprobs.fused.linear"),
-    "policy_loss": ("megatron_rc.loss.reference", "megatron_rc.loss.fused"),
-    "rows": ("megatron_rc.logprobs.reference.rows", "megatron_rc.logprobs.fused.rows"),
-}
-"""What is computed -> the module in PyTorch, and the one that drives the kernels."""
 
 _debug_checks = False
 
@@ -59,14 +50,6 @@ def use_triton(backend: str, **tensors: Tensor | None) -> bool:
     if backend == "triton" and obstacle:
         raise ValueError(obstacle)
     return obstacle is None
-
-
-def backend_module(name: str, backend: str, **tensors: Tensor | None) -> Any:
-    """The module that drives kernels if `use_triton` says that they compute, else its twin in PyTorch.
-
-    No other place imports modules that drive kernels, because triton is not installed everywhere.
-    """
-    return import_module(_TWINS[name][use_triton(backend, **tensors)])
 
 
 def _obstacle(tensors: dict[str, Tensor]) -> str | None:

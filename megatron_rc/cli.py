@@ -1,4 +1,7 @@
-"""The megatron-rc command: train, report, doctor, and what documents them."""
+"""The megatron-rc command: train, report, doctor, and what documents them.
+
+A verb imports its work when it runs, so that --help takes as long as typer does.
+"""
 
 import math
 import os
@@ -10,10 +13,8 @@ import typer
 
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
-from megatron_rc.jobs import run as job
-from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.launch import commands
-from megatron_rc.settings import job as job_settings
+from megatron_rc.learning_rate.rule import RULES
 
 HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
 """The names in integrations.hosts, which --help need not import; a test compares both."""
@@ -55,7 +56,13 @@ def train(
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
-    job.train(job_settings.load(config, assignments), fresh=fresh, dump=dump)
+    from megatron_rc.jobs import run
+    from megatron_rc.settings import job
+
+    run.train(job.load(config, assignments), fresh=fresh, dump=dump)
+
+
+_RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -65,13 +72,13 @@ def patch(
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
     rc_preset: Annotated[str | None, typer.Option(help="Correction preset, instead of the YAML's.")] = None,
-    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:`, `lr_decay:` or `lr_gate:`.")] = None,
+    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` or `lr_rule:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
     ] = [],  # noqa: B006
-    rc_lr_decay: Annotated[
-        bool, typer.Option("--rc-lr-decay", help="Length-decay learning rate with the defaults.")
-    ] = False,
+    rc_lr_rule: Annotated[
+        str | None, typer.Option(help=f"Learning-rate rule, instead of the YAML's: {_RULES}.")
+    ] = None,
     rc_host: Annotated[
         str, typer.Option(help=f"Codebase to patch: {HOSTS}, or auto, the only one that Python can import.")
     ] = "auto",
@@ -84,7 +91,7 @@ def patch(
     """
     from megatron_rc.integrations.run_script import patch_settings, recipe, run_script
 
-    settings = patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set)
+    settings = patch_settings(rc_config, rc_preset, rc_lr_rule, rc_set)
     if script is None:
         print(recipe(settings, host=rc_host))
     else:
@@ -129,6 +136,8 @@ def grid(
 
     Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
     """
+    from megatron_rc.jobs.run import quiet_imports
+
     quiet_imports()
     from megatron_rc.jobs import grid as grids
     from megatron_rc.jobs.workers import Budget, TooSlow

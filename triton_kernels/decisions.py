@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class WeightKind(NamedTuple):
-    """The importance weight, as it is compiled into the kernel."""
+    """The importance weight, as it is compiled into the kernel, whose constants have the names of these fields."""
 
     level: str = "none"
     """none, token, sequence, geometric, segment or prefix."""
@@ -14,7 +14,7 @@ class WeightKind(NamedTuple):
     """Tokens outside of its bounds are dropped."""
     has_lower: bool = False
     has_upper: bool = False
-    column: int = -1
+    weight_column: int = -1
     """Column of segments that holds the mean of l."""
     growth: str = "none"
     log_lower: float = 0.0
@@ -29,41 +29,12 @@ class WeightKind(NamedTuple):
     """Index among them of the parts of prefixes on other ranks."""
     measures_upper: str = "none"
     """token or sequence, which has one advantage, where the bound with the least error is measured; else none."""
-    advantage_column: int = -1
+    upper_column: int = -1
     """Column of sequences that holds the sum of the advantages of tokens, where the measurement needs it."""
     sampling_source: int = -1
     """Index among them of log pi at the version that sampled; -1 where it is not known."""
     log_staleness: float | None = None
     """Log of the bound of the second factor; None unless the weight has two."""
-
-    def constants(self) -> dict[str, Any]:
-        """The fields by the names of the kernel's constants."""
-        return {
-            "LEVEL": self.level,
-            "DROPS": self.drops,
-            "HAS_LOWER": self.has_lower,
-            "HAS_UPPER": self.has_upper,
-            "WEIGHT_COLUMN": self.column,
-            "GROWTH": self.growth,
-            "LOG_LOWER": self.log_lower,
-            "LOG_UPPERS": self.log_uppers,
-            "MEASURES_UPPER": self.measures_upper,
-            "UPPER_COLUMN": self.advantage_column,
-            "LAG_COLUMN": self.lag_column,
-            "POSITION_SOURCE": self.position_source,
-            "CARRY_SOURCE": self.carry_source,
-            "SAMPLING_SOURCE": self.sampling_source,
-            "LOG_STALENESS": self.log_staleness,
-        }
-
-
-class Lags(NamedTuple):
-    """What is made of the lags of tokens, as it is compiled into the kernel."""
-
-    source: int = -1
-    """Index among the statistics of tokens; -1 where lags are not known."""
-    bins: tuple[int, ...] = ()
-    """Smallest lag of every bin."""
 
 
 class Gate(NamedTuple):
@@ -90,7 +61,21 @@ class Decisions(NamedTuple):
     log_ratio_bound: float
     bounds: tuple[float, ...]
     """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
-    lags: Lags = Lags()
+    lag_source: int = -1
+    """Index among the statistics of tokens of their lags; -1 where these are not known."""
+    lag_bins: tuple[int, ...] = ()
+    """Smallest lag of every bin."""
+
+    def constants(self) -> dict[str, Any]:
+        """What is compiled into the kernel, by the names of its constants."""
+        named = {name.upper(): value for name, value in self.weight._asdict().items()}
+        return named | {
+            "GATES": tuple(map(tuple, self.gates)),
+            "DROPS_CORRUPT_SEQUENCES": self.drops_corrupt_sequences,
+            "LOG_RATIO_BOUND": self.log_ratio_bound,
+            "LAG_SOURCE": self.lag_source,
+            "LAG_BINS": self.lag_bins,
+        }
 
 
 class Decided(NamedTuple):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .log_ratio import expm1
+from .log_ratio import k3_exact
 from .metric_rows import clamp
 from .sheet import add
 
@@ -35,4 +35,4 @@ def _put_factor(sheet, row, log_factor, valid, bound):
     ell = clamp(log_factor.to(tl.float64), bound)
     exp_ell = tl.exp(ell)
     rho = tl.where(valid, exp_ell, 0.0)
-    return add(sheet, row, (rho, rho * rho, expm1(ell, exp_ell) - ell))
+    return add(sheet, row, (rho, rho * rho, k3_exact(ell, exp_ell)))

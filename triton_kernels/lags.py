@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .log_ratio import expm1
+from .log_ratio import k3_exact
 from .metric_rows import NUM_OF_LAGS, clamp
 from .sheet import add
 
@@ -13,7 +13,7 @@ def put_lags(sheet, row, log_ratio, valid, lag, bound, BINS: tl.constexpr):
     """The sheet with the sums of tokens, k3, rho and rho^2 of every bin; BINS holds their smallest lags."""
     ell = clamp(log_ratio.to(tl.float64), bound)
     rho = tl.exp(ell)
-    k3 = expm1(ell, rho) - ell
+    k3 = k3_exact(ell, rho)
     for b in tl.static_range(len(BINS)):
         here = _in_bin(valid, lag, b, BINS)
         in_bin = tl.where(here, rho, 0.0)

@@ -35,3 +35,9 @@ def expm1(x, exp_x):
     for n in tl.static_range(10, 1, -1):
         series = 1.0 + small * series * (1.0 / n)
     return tl.where(near, small * series, exp_x - 1.0)
+
+
+@triton.jit
+def k3_exact(x, exp_x):
+    """e^x - 1 - x in fp64 from x and e^x: unlike fp32, which k3 serves, it has digits to spare for the difference."""
+    return expm1(x, exp_x) - x

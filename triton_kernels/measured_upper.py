@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
+from . import limits
 from .sheet import add, merge, new_sheet
 
-NUM_UPPERS = tl.constexpr(32)
-NUM_OF_UPPER = tl.constexpr(3 * 32 + 1)
+NUM_UPPERS = tl.constexpr(limits.NUM_UPPERS)
+NUM_OF_UPPER = tl.constexpr(3 * limits.NUM_UPPERS + 1)
 """Rows: three for every C, and the number of units."""
-_STEP = tl.constexpr(100 ** (1 / 31))
+_STEP = tl.constexpr(limits.LARGEST_UPPER ** (1 / (limits.NUM_UPPERS - 1)))
 
 
 @triton.jit

@@ -19,6 +19,19 @@ _LOGPROBS = ["current_logprobs", "old_logprobs", "reference_logprobs"]
 _OF_TOKENS = [*_LOGPROBS, "advantages", "weights", "mask", "scales", "entropies", "coefficients"]
 
 
+@triton.jit
+def estimated_kl(distance, KL_ESTIMATOR: tl.constexpr):
+    """An estimate of KL(current || reference) from log reference - log current of a token."""
+    if KL_ESTIMATOR == "k1":
+        value = -distance
+    elif KL_ESTIMATOR == "k2":
+        value = 0.5 * distance * distance
+    else:
+        tl.static_assert(KL_ESTIMATOR == "k3")
+        value = k3(distance)
+    return value
+
+
 @triton.jit(do_not_specialize=["num_tokens", "row_length"], do_not_specialize_on_alignment=_OF_TOKENS)
 def policy_loss_fwd_kernel(
     current_logprobs,  # [N]
@@ -37,7 +50,8 @@ def policy_loss_fwd_kernel(
     dual_clip,  # or None
     log_ratio_bound,
     kl_coef, entropy_coef,
-    IS_PPO: tl.constexpr, ADVANTAGE_PER_ROW: tl.constexpr,
+    SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr,  # names
+    ADVANTAGE_PER_ROW: tl.constexpr,
     NUM_MEANS: tl.constexpr,  # metrics over the sum of scale
     NUM_SHARES: tl.constexpr,  # metrics over the number of kept tokens
     ROWS: tl.constexpr,  # 2 M, rounded up to a power of two
@@ -66,7 +80,7 @@ def policy_loss_fwd_kernel(
     moves = log_ratio <= log_ratio_bound
     ratio = tl.exp(tl.where(log_ratio > log_ratio_bound, log_ratio_bound, log_ratio))
 
-    if IS_PPO:
+    if SURROGATE == "ppo":
         high = (advantage > 0.0) & (ratio > ratio_upper)
         low = (advantage < 0.0) & (ratio < ratio_lower)
         value = tl.where(high, ratio_upper, tl.where(low, ratio_lower, ratio))
@@ -77,6 +91,7 @@ def policy_loss_fwd_kernel(
             cut = cut | far
         gain = tl.where(kept & moves & ~cut, weight * (-advantage * ratio), 0.0)
     else:
+        tl.static_assert(SURROGATE == "reinforce")
         value = tl.where(kept, current, 0.0)
         gain = tl.where(kept, weight * -advantage, 0.0)
     policy = sums_of_warps((scale * tl.where(kept, weight * (-advantage * value), 0.0)).to(tl.float64), WARPS)
@@ -86,9 +101,11 @@ def policy_loss_fwd_kernel(
         reference = tl.load(reference_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(usable, reference - current, 0.0)
         distance = clamp(distance, log_ratio_bound)
-        kl = sums_of_warps((scale * tl.where(usable, ratio * k3(distance), 0.0)).to(tl.float64), WARPS)
+        estimate = ratio * estimated_kl(distance, KL_ESTIMATOR)
+        kl = sums_of_warps((scale * tl.where(usable, estimate, 0.0)).to(tl.float64), WARPS)
         loss += kl_coef * kl
-        # r k3 through r and -r (e^d - 1) through d add up to -r d; it has the right sign where r or d is clamped, too
+        # that of KL(current || reference) for every estimator: of r k3, r k3 through r and -r (e^d - 1) through d add
+        # up to -r d; it has the right sign where r or d is clamped, too
         gain += kl_coef * (-ratio * distance)
     if entropies is not None:
         entropy = tl.load(entropies + tokens, mask=inside, other=0.0).to(tl.float32)
@@ -105,7 +122,7 @@ def policy_loss_fwd_kernel(
     if entropies is not None:
         sheet = write(sheet, row, entropy_sum)
         row += 1
-    if IS_PPO:
+    if SURROGATE == "ppo":
         sheet, row = add(sheet, row, (kept & high, kept & low))
         if dual_clip is not None:
             sheet, row = add(sheet, row, (kept & far,))
@@ -175,13 +192,14 @@ def policy_loss_fwd(
     reference_logprobs: Tensor | None,
     entropy: Tensor | None,
     *,
+    log_ratio_bound: float,
     surrogate: str,
     clip_lower: float,
     clip_upper: float,
     dual_clip: float | None,
     kl_coef: float,
+    kl_estimator: str,
     entropy_coef: float,
-    log_ratio_bound: float,
     with_coefficients: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], its gradient, and the sums of its metrics.
@@ -197,9 +215,9 @@ def policy_loss_fwd(
         The loss, 0-d fp32; [2 M] fp64, the totals and divisors of M metrics as the reference lists them; and
         d loss / d current, fp32, contiguous in the shape of current.
     """
-    is_ppo, device = surrogate == "ppo", current.device
+    device = current.device
     num_means = 2 + (reference_logprobs is not None) + (entropy is not None)
-    num_shares = 2 + (dual_clip is not None) if is_ppo else 0
+    num_shares = 2 + (dual_clip is not None) if surrogate == "ppo" else 0
     launch = LAUNCH["policy_loss"]
     # no token at all is one tile that counts nothing
     tiles = max(1, triton.cdiv(current.numel(), launch.block))
@@ -227,7 +245,8 @@ def policy_loss_fwd(
         log_ratio_bound=float(log_ratio_bound),
         kl_coef=float(kl_coef),
         entropy_coef=float(entropy_coef),
-        IS_PPO=is_ppo,
+        SURROGATE=surrogate,
+        KL_ESTIMATOR=kl_estimator,
         ADVANTAGE_PER_ROW=advantages.dim() < current.dim(),
         NUM_MEANS=num_means,
         NUM_SHARES=num_shares,

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from .log_ratio import expm1
+from . import limits
+from .log_ratio import k3_exact
 
-LARGEST_K3 = tl.constexpr(0.5)
-LEAST_SPREAD = tl.constexpr(1e-6)
+LARGEST_K3, LEAST_SPREAD = tl.constexpr(limits.LARGEST_K3), tl.constexpr(limits.LEAST_SPREAD)
 _ROOT_HALF = tl.constexpr(0.5**0.5)
 
 
@@ -16,7 +16,7 @@ def gate_statistic(log_ratio, rollout, NAME: tl.constexpr):
     if NAME == "k2":
         return log_ratio * log_ratio / 2
     elif NAME == "k3":
-        return expm1(log_ratio, tl.exp(log_ratio)) - log_ratio
+        return k3_exact(log_ratio, tl.exp(log_ratio))
     elif NAME == "capped_k3":
         k3 = gate_statistic(log_ratio, rollout, "k3")
         return tl.where(k3 > LARGEST_K3, LARGEST_K3, k3)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.correction.settings import PRESETS
 from megatron_rc.jobs.describe import changed as changed_fields
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import MismatchSettings
 from megatron_rc.settings.job import JobSettings
 
 NONE = "none"
@@ -35,7 +37,7 @@ class Facts(NamedTuple):
 
 
 ELSEWHERE = (
-    *("name", "output", "model.hf_path", "log", "dump", "cluster", "correction", "lr_decay", "lr_gate"),
+    *("name", "output", "model.hf_path", "log", "dump", "cluster", "correction", "lr_rule"),
     *(f"train.{n}" for n in ("seed", "dtype", "lr", "control", "asynchronous", "eval_weights")),
     *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks")),
     *(f"train.{n}" for n in ("backend", "keep_sampling_weights", "grad_cosine")),
@@ -91,11 +93,11 @@ def _method(settings: JobSettings) -> str:
 
 
 def _lr_rule(settings: JobSettings) -> str:
-    if settings.lr_decay is not None:
-        period = settings.lr_decay.decay_period
-        return "length decay" if period is None else f"decay period {period}"
-    if settings.lr_gate is not None:
-        return f"{settings.lr_gate.signal} gate, {settings.lr_gate.rule}"
+    match settings.lr_rule:
+        case LengthDecaySettings(decay_period=period):
+            return "length decay" if period is None else f"decay period {period}"
+        case MismatchSettings(signal=signal, action=action):
+            return f"{signal} gate, {action}"  # as the committed results spell it
     return NONE
 
 

@@ -73,7 +73,12 @@ def test_a_method_has_the_name_of_its_preset(correction: Any, method: str) -> No
 
 def test_a_world_is_everything_that_no_arm_names() -> None:
     world = facts_of(settings(), MODEL).world
-    arms = {"correction": "seq-tis", "lr_decay": {"decay_period": 30}, "train": {"lr": 1e-4, "seed": 9}, "output": "x"}
+    arms = {
+        "correction": "seq-tis",
+        "lr_rule": {"rule": "length_decay", "decay_period": 30},
+        "train": {"lr": 1e-4, "seed": 9},
+        "output": "x",
+    }
     assert facts_of(settings(**arms), MODEL).world == world
     for other in ({"train": {"steps": 7}}, {"rollout": {"dtype": "fp32", "max_new_tokens": 600}}, {"task": {"options": {"held_out": 9}}}):  # fmt: skip # noqa: E501
         assert facts_of(settings(**other), MODEL).world != world

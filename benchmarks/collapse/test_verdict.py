@@ -29,7 +29,7 @@ from collapse.rules import (
     verdict,
 )
 from collapse.runs import PLAIN, TUNING, Arm, Results, by_arm, load
-from megatron_rc.analyze.covered import LAB, Covered
+from megatron_rc.analyze.lab_range import LAB, LabRange
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.endpoints import outcome
 
@@ -261,7 +261,7 @@ def test_the_ranges_of_recommendations_are_those_of_the_committed_runs_with_a_co
     lengths = [10 * row.length for row in rows]
     depth = math.ceil(10 * max(row.depth for row in rows if not math.isnan(row.depth))) / 10
     length = (math.floor(min(lengths)) / 10, math.ceil(max(lengths)) / 10)
-    assert Covered(depth, length, max(row.vocabulary for row in rows)) == LAB
+    assert LabRange(depth, length, max(row.vocabulary for row in rows)) == LAB
 
 
 def test_the_committed_runs_pass_the_checks_of_the_lab() -> None:

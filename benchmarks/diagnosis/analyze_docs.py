@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rc.analyze import columns, gate, terminal
+from megatron_rc.analyze import columns, conditions, terminal
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
@@ -28,16 +28,17 @@ ANALYZE, INDEX = ROOT / "docs/analyze.md", ROOT / "docs/rules/index.md"
 WIDTH = 118
 """Columns of a printed report."""
 THRESHOLDS = (
-    "outcome_filter.LARGEST_CHANCE", "sums.ZERO_BELOW", "sign_flips.RUN", "timeline.JUMP_LEVEL",
-    "significance.LARGEST_SHARE", "honesty.KAPPA_ERROR", "tail.LIMIT", "recommend.NEGLIGIBLE", "recommend.USEFUL",
-    "bound.FLAT", "bound.CUSTOMARY", "what_if.MOST_CORRECT_LOST", "what_if.MOST_QUARTER_LOST",
+    "statistics.outcome_filter.LARGEST_CHANCE", "statistics.sums.ZERO_BELOW", "statistics.sign_flips.RUN",
+    "statistics.timeline.JUMP_LEVEL", "statistics.significance.LARGEST_SHARE", "statistics.honesty.KAPPA_ERROR",
+    "statistics.tail.LIMIT", "recommendation.NEGLIGIBLE", "recommendation.USEFUL", "statistics.bound.FLAT",
+    "statistics.bound.CUSTOMARY", "statistics.what_if.MOST_CORRECT_LOST", "statistics.what_if.MOST_QUARTER_LOST",
 )  # fmt: skip
 """Constants that the page explains besides those of the rules."""
 
 
 def column_tables() -> str:
     parts = []
-    per_token = "column per token, beside the two log-probs"
+    per_token = "column per token, besides the two log-probs"
     for title, known in ((per_token, columns.TOKEN_COLUMNS), ("column per response", columns.SEQUENCE_COLUMNS)):
         rows = [(f"`{name}`", column.kind, column.meaning) for name, column in known.items()]
         parts.append(table((title, "kind", "meaning"), rows))
@@ -46,22 +47,23 @@ def column_tables() -> str:
 
 def number_table() -> str:
     return table(
-        ("number", "meaning"), [(f"`{name}`", number.meaning) for name, number in gate.NUMBERS.items()]
+        ("number", "meaning"), [(f"`{name}`", number.meaning) for name, number in conditions.NUMBERS.items()]
     ).strip()
 
 
 def threshold_table() -> str:
     """Every number that the file of a rule names, with its docstring, and THRESHOLDS."""
-    modules = {f"rules.{code.lower()}" for code in RULES} | {name.partition(".")[0] for name in THRESHOLDS}
+    modules = {f"rules.{code.lower()}" for code in RULES} | {name.rpartition(".")[0] for name in THRESHOLDS}
     rows = []
     for module in sorted(modules, key=lambda name: (not name.startswith("rules."), name)):
         imported = import_module(f"megatron_rc.analyze.{module}")
         for place, after in pairwise(ast.parse(inspect.getsource(imported)).body):
             match place, after:
                 case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(reason))):
-                    value, constant = getattr(imported, name), f"{module.removeprefix('rules.')}.{name}"
-                    if isinstance(value, (int, float)) and (module.startswith("rules.") or constant in THRESHOLDS):
-                        rows.append((f"`{constant}`", f"{value:g}", " ".join(reason.split())))
+                    value, listed = getattr(imported, name), f"{module}.{name}" in THRESHOLDS
+                    if isinstance(value, (int, float)) and (module.startswith("rules.") or listed):
+                        constant = f"`{module.rpartition('.')[2]}.{name}`"
+                        rows.append((constant, f"{value:g}", " ".join(reason.split())))
     return table(("constant", "value", "reason"), rows).strip()
 
 

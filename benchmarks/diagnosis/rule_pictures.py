@@ -1,4 +1,4 @@
-"""Draw docs/images/rules/: what each rule sees, in a real dump with its trap beside a healthy one.
+"""Draw docs/images/rules/: what each rule sees, in a real dump with its trap next to a healthy one.
 
 python benchmarks/diagnosis/confusion.py --server     # makes the dumps
 python benchmarks/diagnosis/rule_pictures.py          # draws them
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.factors import LOG_MU_EDGES
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
 PICTURES = Path(__file__).parents[2] / "docs/images/rules"
 HEALTHY = "healthy-bf16"

@@ -17,7 +17,7 @@ from megatron_rc.jobs import run
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.loop import Job
-from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.reinforce import StepSettings, StepState, reinforce_step
 from megatron_rc.training.step.sampling import Sampler
 from megatron_rc.training.step.seeds import seed_of
 
@@ -74,16 +74,11 @@ class Bench:
         g = (1 / S) sum_i A_i sum_t w_t grad log pi(y_t), over all S responses: with answers of pi and no weights it is
         unbiased. A run with token-mean divides by the tokens of its batch instead, a positive factor.
         """
-        result = reinforce_step(
-            self.policy,
-            batch,
-            correction=correction,
-            loss=self.loss,
-            train=self.job.settings.train,
-            max_nonfinite_share=0.0,
-            version=self.version,
-            take_step=False,
+        train = self.job.settings.train
+        settings = StepSettings(
+            correction=correction, loss=self.loss, train=train, max_nonfinite_share=0.0, take_step=False
         )
+        result = reinforce_step(self.policy, batch, settings, StepState(version=self.version))
         # the loss is a mean over the responses of groups with unequal rewards; all others have advantage 0
         share = 1 - result.metrics["groups/equal_reward"]
         gradient = self.policy.gradient()

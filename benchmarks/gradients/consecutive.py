@@ -10,7 +10,7 @@ from collapse.rows import UNSEEN
 from collapse.rules import counted
 from gradients.lead_lag_runs import Curves, lead_lag_of_runs, rise_gap
 from gradients.steps import EXACT_ARM, Step
-from megatron_rc.analyze.lead_lag import LAGS
+from megatron_rc.analyze.statistics.lead_lag import LAGS
 from megatron_rc.jobs.describe import table
 
 LAG = 16
@@ -38,9 +38,10 @@ and of the one before: mean of the runs ± half of their range, and in brackets 
 ## What goes with k3 from step to step
 
 Runs of the same grid that correct nothing, from step {first} on, where the rollouts have their full lag. A surprise is
-what neither a line nor the steps before predict (`megatron_rc.analyze.lead_lag`). The table has the strongest
-correlation of the surprises of k3 with those of another quantity up to 5 steps later (+) or earlier (-), and how many
-steps after k3 the quantity has gone half of its way. In brackets 90 % intervals, by resampling the {runs} runs.
+what neither a line nor the steps before predict (`megatron_rc.analyze.statistics.lead_lag`). The table has the
+strongest correlation of the surprises of k3 with those of another quantity up to 5 steps later (+) or earlier (-), and
+how many steps after k3 the quantity has gone half of its way. In brackets 90 % intervals, by resampling the
+{runs} runs.
 
 {order}"""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from megatron_rc.analyze.lead_lag import LAGS, surprise_correlations
+from megatron_rc.analyze.statistics.lead_lag import LAGS, surprise_correlations
 
 LEVEL, RESAMPLES = 0.9, 4000
 WINDOW = 5

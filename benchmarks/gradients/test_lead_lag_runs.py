@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradients.lead_lag_runs import Curves, half_way, lead_lag_of_runs, rise_gap
-from megatron_rc.analyze.lead_lag import LAGS
+from megatron_rc.analyze.statistics.lead_lag import LAGS
 
 
 def wandering(seed: int, lag: int, noise: float) -> Curves:

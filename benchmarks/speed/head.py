@@ -1,13 +1,22 @@
 """Cases about the head: hidden states to log-probs, or to a loss and both gradients."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc import Corrected, MetricSums, RolloutCorrection, linear_logprobs, linear_policy_loss
+from megatron_rc import (
+    Corrected,
+    HeadInputs,
+    LossOptions,
+    MetricSums,
+    RolloutCorrection,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from megatron_rc import vocab_parallel_logprobs as of_logits
 from speed.meter import Call, Figures, Meter, both_passes
 from speed.peers import EAGER, OURS, Peers, eager
@@ -81,17 +90,19 @@ def policy(shape: Shape, meter: Meter) -> dict[str, Call]:
     """PPO with importance weights and entropy, as in the update path."""
     states = States(shape, meter)
     asked: dict[str, Any] = {"with_entropy": True, "mask": states.keep, "backend": "triton"}
-    left_out: dict[str, Any] = asked | {"rows": states.rows}
-    chunked = left_out | states.options | {"upstream": torch.ones((), device=meter.device)}
+    head = HeadInputs(mask=states.keep, rows=states.rows)
+    of_head: dict[str, Any] = {"with_entropy": True, "backend": "triton"}
+    of_loss = of_head | states.options | {"upstream": torch.ones((), device=meter.device)}
     targets = states.targets
 
     def fused(chunk: int | None, hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_policy_loss(hidden, weight, targets, *states.given, chunk=chunk, **chunked).loss
+        chunked = replace(head, chunk=chunk)
+        return linear_policy_loss(hidden, weight, targets, *states.given, head=chunked, **of_loss).loss
 
     losses: dict[str, Loss] = {
         OURS: partial(fused, None),
         WIDE: partial(fused, 4096),
-        ANY_LOSS: lambda h, w: states.loss(linear_logprobs(h, w, targets, **left_out), "triton"),
+        ANY_LOSS: lambda h, w: states.loss(linear_logprobs(h, w, targets, head=head, **of_head), "triton"),
         IN_PLACE: lambda h, w: states.loss(of_logits(h @ w.T, targets, inplace_backward=True, **asked), "triton"),
         EAGER: lambda h, w: states.plain(h @ w.T).sum(),
     }
@@ -107,7 +118,8 @@ def cross_entropy(shape: Shape, peers: Peers, meter: Meter) -> dict[str, Call]:
     states = States(shape, meter)
     ones, targets = torch.ones(shape.tokens, device=meter.device), states.targets
     reinforce = Corrected(ones, ones.bool(), ones[:1].bool(), MetricSums(), RolloutCorrection(old="current"))
-    options: dict[str, Any] = {"scale": ones, "surrogate": "reinforce", "upstream": ones[0], "backend": "triton"}
+    options: dict[str, Any] = {"scale": ones, "options": LossOptions(surrogate="reinforce"), "backend": "triton"}
+    options["upstream"] = ones[0]
     losses: dict[str, Loss] = {
         OURS: lambda h, w: linear_policy_loss(h, w, targets, None, ones, reinforce, **options).loss,
         ANY_LOSS: lambda h, w: -torch.sum(linear_logprobs(h, w, targets, backend="triton")),
@@ -122,12 +134,13 @@ def old_pass(shape: Shape, meter: Meter) -> dict[str, Call]:
     states = States(shape, meter)
     asked: dict[str, Any] = {"mask": states.keep, "backend": "triton"}
     hidden, weight, targets, truth = states.hidden, states.weight, states.targets, states.logprobs * states.keep
+    head = HeadInputs(mask=states.keep, rows=states.rows)
 
     def errors(way: Callable[[], Tensor]) -> Figures:
         return {"log-probs": float((way() - truth).norm() / truth.norm())}
 
     ways: dict[str, Callable[[], Any]] = {
-        OURS: lambda: linear_logprobs(hidden, weight, targets, rows=states.rows, **asked),
+        OURS: lambda: linear_logprobs(hidden, weight, targets, head=head, backend="triton"),
         IN_PLACE: lambda: of_logits(hidden @ weight.T, targets, **asked),
         EAGER: lambda: eager(hidden @ weight.T, targets, False)[0] * states.keep,
     }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc import Corrected, correct, loss_scale, policy_loss
+from megatron_rc import Corrected, LossOptions, correct, loss_scale, policy_loss
 from speed.meter import Call, Figures, Meter, both_passes
 from speed.peers import OURS, TORCH, eager
 from speed.recipe import CORRECTION, padded_correction
@@ -86,7 +86,7 @@ class Batch:
         batch = Rollout.of(meter, shape.tokens)._replace(mask=self.keep)
         self.corrected = batch.correct("torch")
         self.scale = loss_scale(batch.mask, self.corrected.mask, cu_seqlens=batch.cu_seqlens)
-        self.options: dict[str, Any] = {"scale": self.scale, "entropy_coef": _ENTROPY_COEF}
+        self.options: dict[str, Any] = {"scale": self.scale, "options": LossOptions(entropy_coef=_ENTROPY_COEF)}
 
     def old_from(self, logprobs: Tensor) -> None:
         self.old = logprobs.float() - self._steps
@@ -148,9 +148,9 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
 
     def path(backend: str, dtype: torch.dtype, *leaves: Tensor) -> tuple[Tensor]:
         current, entropy, old, advantages, scale, reference = (part.to(dtype) for part in (*leaves, *given))
-        options: dict[str, Any] = {"dual_clip": 3.0, "kl_coef": 0.01, "entropy_coef": _ENTROPY_COEF, "backend": backend}
-        options |= {"scale": scale, "reference_logprobs": reference, "entropy": entropy}
-        return (policy_loss(current, old, advantages, corrected, **options).loss,)
+        terms: dict[str, Any] = {"scale": scale, "reference_logprobs": reference, "entropy": entropy}
+        options = LossOptions(dual_clip=3.0, kl_coef=0.01, entropy_coef=_ENTROPY_COEF)
+        return (policy_loss(current, old, advantages, corrected, options=options, backend=backend, **terms).loss,)
 
     (exact,) = path("torch", torch.float64, *leaves)
     slope = torch.stack(torch.autograd.grad(exact, leaves, one[0].double())).double()

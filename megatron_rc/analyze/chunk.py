@@ -20,6 +20,12 @@ LOG_RATIO_BOUND = 50.0
 """nats; log-ratios are clamped to it, so that one impossible token does not make sums overflow."""
 
 
+def k3(log_ratio: Floats) -> Floats:
+    """e^l - 1 - l, without cancellation at small l."""
+    found: Floats = np.expm1(log_ratio) - log_ratio
+    return found
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Whole sequences, packed one after the other."""
@@ -84,8 +90,8 @@ class Chunk:
 
     @cached_property
     def k3(self) -> Floats:
-        """[N] e^l - 1 - l, without cancellation at small l."""
-        return np.expm1(self.log_ratio) - self.log_ratio
+        """[N] k3 of each token."""
+        return k3(self.log_ratio)
 
     def per_token(self, name: str) -> NDArray[Any]:
         """[N] values of a column of tokens or sequences."""

@@ -21,12 +21,14 @@ def analyze(
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
-    gate: Annotated[
+    require: Annotated[
         str, typer.Option(metavar="CONDITIONS", help="Fail unless they hold, such as 'k3<1e-3, RC2=none'.")
     ] = "",
-    gate_format: Annotated[
-        Literal["text", "junit", "github"], typer.Option(help="How the outcome of the gate is printed.")
+    require_format: Annotated[
+        Literal["text", "junit", "github"], typer.Option(help="How the outcome of --require is printed.")
     ] = "text",
+    gate: Annotated[str, typer.Option(hidden=True)] = "",
+    gate_format: Annotated[str, typer.Option(hidden=True)] = "",
     select: Annotated[str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}")] = "",
     ignore: Annotated[str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}")] = "",
     host: Annotated[str, typer.Option(help="Print the fixes for this codebase, such as verl.")] = "",
@@ -50,12 +52,13 @@ def analyze(
 ) -> None:
     """Say from a dump of rollouts whether the gap is a bug or numerics, whose it is, and what to do.
 
-    Exit status: 0 analyzed, 1 a condition of --gate does not hold, 2 the dump or an option could not be read.
+    Exit status: 0 analyzed, 1 a condition of --require does not hold, 2 the dump or an option could not be read.
     """
+    if gate or gate_format:
+        raise ValueError("--gate and --gate-format are called --require and --require-format; give these instead")
     from rich.console import Console
 
-    from megatron_rc.analyze import gate as gates
-    from megatron_rc.analyze import output, terminal
+    from megatron_rc.analyze import conditions, output, terminal
     from megatron_rc.analyze.diagnosis import diagnose_dump
     from megatron_rc.analyze.pages import html as pages
 
@@ -69,23 +72,23 @@ def analyze(
         )
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
-    elif gate_format == "text":
+    elif require_format == "text":
         terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
-    outcomes = gates.check(diagnosis, gate) if gate else []
-    if gate and gate_format == "junit":
+    outcomes = conditions.check(diagnosis, require) if require else []
+    if require and require_format == "junit":
         print(output.junit(outcomes))
-    elif gate and gate_format == "github":
+    elif require and require_format == "github":
         print(output.github(outcomes), end="")
     elif not as_json:
-        terminal.show_gate(outcomes, console=shown)
+        terminal.show_outcomes(outcomes, console=shown)
     if rc is not None:
         diagnosis.recommendation.write(rc)
     if not no_html:
         path = pages.write(diagnosis, html, share=share, what_if=bool(what_if))
         # the program that reads JSON or annotations finds nothing else on standard output
-        print(path, file=sys.stderr if as_json or gate_format != "text" else sys.stdout)
+        print(path, file=sys.stderr if as_json or require_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -12,15 +12,15 @@ from numpy.typing import ArrayLike
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
-from megatron_rc.analyze.decomposition import Decomposition, decompose
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.recommend import Recommendation, recommend
+from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.timeline import Logged, Timeline, logged_beside
-from megatron_rc.analyze.what_if import Missing, WhatIfTable, what_if
+from megatron_rc.analyze.statistics.decomposition import Decomposition, decompose
+from megatron_rc.analyze.statistics.timeline import Logged, Timeline, logged_next_to
+from megatron_rc.analyze.statistics.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.correction.settings import PRESETS
 
 
@@ -152,7 +152,7 @@ def diagnose_dump(
         dump.format,
         dump.corrupt,
         ignored=dump.ignored,
-        logged=logged_beside(Path(path)),
+        logged=logged_next_to(Path(path)),
         select=select,
         ignore=ignore,
     )

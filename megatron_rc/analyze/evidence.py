@@ -6,21 +6,21 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_rc.analyze.alignment import LagSums
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats, damaged, loss_tokens
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
-from megatron_rc.analyze.factors import FACTORS
-from megatron_rc.analyze.growth import Growth, GrowthSums
-from megatron_rc.analyze.honesty import Honesty, honesty
-from megatron_rc.analyze.outcome_filter import OutcomeFilter, OutcomeSums
-from megatron_rc.analyze.profile import Permutations, Profile, ProfileSums
-from megatron_rc.analyze.reservoir import Reservoir
-from megatron_rc.analyze.sign_flips import sign_flip_test
-from megatron_rc.analyze.significance import Test, holm
-from megatron_rc.analyze.steps import Step, StepSums
-from megatron_rc.analyze.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
-from megatron_rc.analyze.tail import Tail, TailSums
-from megatron_rc.analyze.timeline import Logged, Timeline, timeline
+from megatron_rc.analyze.statistics.alignment import LagSums
+from megatron_rc.analyze.statistics.factors import FACTORS
+from megatron_rc.analyze.statistics.growth import Growth, GrowthSums
+from megatron_rc.analyze.statistics.honesty import Honesty, honesty
+from megatron_rc.analyze.statistics.outcome_filter import OutcomeFilter, OutcomeSums
+from megatron_rc.analyze.statistics.profile import Permutations, Profile, ProfileSums
+from megatron_rc.analyze.statistics.reservoir import Reservoir
+from megatron_rc.analyze.statistics.sign_flips import sign_flip_test
+from megatron_rc.analyze.statistics.significance import Test, holm
+from megatron_rc.analyze.statistics.steps import Step, StepSums
+from megatron_rc.analyze.statistics.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
+from megatron_rc.analyze.statistics.tail import Tail, TailSums
+from megatron_rc.analyze.statistics.timeline import Logged, Timeline, timeline
 
 PLACES = 5
 """Most damaged sequences that are named."""

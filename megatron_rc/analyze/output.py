@@ -6,16 +6,16 @@ import math
 from typing import Any
 from xml.etree import ElementTree
 
-from megatron_rc.analyze.decomposition import Decomposition
+from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.gate import Outcome
-from megatron_rc.analyze.honesty import Honesty
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.timeline import Timeline
+from megatron_rc.analyze.statistics.decomposition import Decomposition
+from megatron_rc.analyze.statistics.honesty import Honesty
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.timeline import Timeline
 
-SCHEMA_VERSION = 1
-"""Rises when a key changes its meaning or is removed; keys may be added at any time."""
+SCHEMA_VERSION = 2
+"""Rises when a key or one of its values changes its meaning or is removed; keys may be added at any time."""
 
 
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
 
 
 def junit(outcomes: list[Outcome]) -> str:
-    """The conditions of a gate as a JUnit test suite."""
+    """The conditions as a JUnit test suite."""
     failed, tests = str(sum(not outcome.holds for outcome in outcomes)), str(len(outcomes))
     suite = ElementTree.Element("testsuite", name="megatron-rc analyze", tests=tests, failures=failed)
     for outcome in outcomes:
@@ -85,7 +85,7 @@ def junit(outcomes: list[Outcome]) -> str:
 
 
 def github(outcomes: list[Outcome]) -> str:
-    """The failed conditions of a gate as workflow commands of GitHub Actions, one per line."""
+    """The failed conditions as workflow commands of GitHub Actions, one per line."""
     escapes = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
     failed = (outcome.sentence.translate(escapes) for outcome in outcomes if not outcome.holds)
     return "".join(f"::error title=megatron-rc analyze::{text}\n" for text in failed)

@@ -7,20 +7,21 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from megatron_rc.analyze import words
+from megatron_rc.analyze import report_text
+from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.gate import Outcome
 from megatron_rc.analyze.rules.rule import DOUBTS, HOSTS, Level
-from megatron_rc.analyze.what_if import Missing
+from megatron_rc.analyze.statistics.what_if import Missing
 
 STYLES = {
     Level.BUG: "bold red",
     Level.SUSPECT: "bold yellow",
     Level.UNDECIDED: "bold yellow",
-    Level.STALENESS: "bold blue",
+    Level.LAG: "bold blue",
     Level.NUMERICS: "bold green",
 }
 INDENT = (0, 0, 0, 2)
+"""Padding of what belongs to a verdict: top, right, bottom, left."""
 TOP_FACTORS = 3
 """Most factors that are printed; the page has all of them."""
 IN_FULL = 2
@@ -44,10 +45,10 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
     and ids.
     """
     if diagnosis.hidden_sampling_possible:
-        console.print(f"[yellow]{words.NO_ENTROPY}[/]")
+        console.print(f"[yellow]{report_text.NO_ENTROPY}[/]")
     source = "A rollout dump" if share else diagnosis.source
-    console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {words.size(diagnosis.evidence)}")
-    console.print(f"[{STYLES[diagnosis.level]}]{words.HEADLINES[diagnosis.level]}[/]")
+    console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {report_text.size(diagnosis.evidence)}")
+    console.print(f"[{STYLES[diagnosis.level]}]{report_text.HEADLINES[diagnosis.level]}[/]")
     if filtered := diagnosis.evidence.outcome_filter.sentence:
         console.print(f"[yellow]{filtered}[/]")
     _show_verdicts(diagnosis, console, host, share)
@@ -68,18 +69,18 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
     )
     shown.title, shown.title_justify = f"What if, on {table.tokens:,} tokens (share kept)", "left"
     for row in sorted(table.rows, key=lambda row: row.name != recommended)[:TOP_METHODS]:
-        cells = (row.name, *words.what_if_cells(row))
+        cells = (row.name, *report_text.what_if_cells(row))
         shown.add_row(*map(escape, cells), style="red" if row.warnings else "bold" if row.name == recommended else "")
     console.print()
     console.print(shown)
-    if reason := words.what_if_gaps(table, with_signs=False):
+    if reason := report_text.what_if_gaps(table, with_signs=False):
         console.print(f"[dim]{escape(reason)}[/]")
     for name, columns in table.not_run.items():
         console.print(f"[dim]Not computed: {name} needs {', '.join(columns)}[/]")
 
 
-def show_gate(outcomes: Sequence[Outcome], *, console: Console) -> None:
-    """Print whether each condition of a gate holds."""
+def show_outcomes(outcomes: Sequence[Outcome], *, console: Console) -> None:
+    """Print whether each condition holds."""
     for outcome in outcomes:
         state = "[green]holds[/]" if outcome.holds else "[bold red]fails[/]"
         console.print(f"{state} {escape(outcome.condition)}: {escape(outcome.sentence)}", soft_wrap=True)
@@ -88,11 +89,11 @@ def show_gate(outcomes: Sequence[Outcome], *, console: Console) -> None:
 def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: bool) -> None:
     in_full = len(diagnosis.verdicts) if len(diagnosis.verdicts) <= IN_FULL else 1
     for index, verdict in enumerate(diagnosis.verdicts):
-        page, support = verdict.page, words.support(verdict)
+        page, support = verdict.page, report_text.support(verdict)
         title = f"[{STYLES[verdict.level]}]{verdict.code}[/] [bold]{escape(page.title)}[/]"
         console.print(title + (f" ({support})" if support else ""))
         if index < in_full and not share:
-            console.print(Padding(escape(words.sentence(verdict)), INDENT))
+            console.print(Padding(escape(report_text.sentence(verdict)), INDENT))
         if index == 0 and verdict.level in DOUBTS:
             console.print(Padding(f"[bold]Decide:[/] {escape(' '.join(page.experiment.split()))}", INDENT))
     wrong = [verdict for verdict in diagnosis.verdicts if verdict.level in DOUBTS]
@@ -106,16 +107,16 @@ def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: boo
 
 def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     evidence = diagnosis.evidence
-    size = words.size_lines(evidence)
-    if diagnosis.timeline is not None and (course := words.course(diagnosis.decomposition, diagnosis.timeline)):
+    size = report_text.size_lines(evidence)
+    if diagnosis.timeline is not None and (course := report_text.course(diagnosis.decomposition, diagnosis.timeline)):
         size.append(("course", course))
     factors = [
         (title, f"{explained:.1%}", "█" * round(BAR * explained), p)
-        for title, explained, p, _ in words.factor_lines(evidence)[:TOP_FACTORS]
+        for title, explained, p, _ in report_text.factor_lines(evidence)[:TOP_FACTORS]
     ]
     console.print()
     for title, lines in (
-        ("Honesty", words.honesty_lines(evidence, evidence.whole)),
+        ("Honesty", report_text.honesty_lines(evidence, evidence.whole)),
         ("Size", size),
         ("Who explains |l|", factors),
     ):
@@ -133,7 +134,7 @@ def _show_rest(diagnosis: Diagnosis, console: Console, share: bool) -> None:
     if judgement.not_judged:
         first = next(iter(judgement.not_judged.values()))
         console.print(f"[dim]Not judged before {first} is fixed: {', '.join(judgement.not_judged)}[/]")
-    if left_out := words.left_out(diagnosis):
+    if left_out := report_text.left_out(diagnosis):
         console.print(f"[yellow]{left_out}[/]")
     if diagnosis.corrupt.first and not share:
         console.print(f"[yellow]The first: {escape(diagnosis.corrupt.first[0])}[/]")

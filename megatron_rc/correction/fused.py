@@ -1,42 +1,30 @@
 """Triton: `correct` and `pair_metrics` in three launches or a few more, and what is pooled between them."""
 
-import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.correction.inputs import Inputs, Pair
-from megatron_rc.correction.measured_upper import SUMS, UNITS
-from megatron_rc.correction.plan import GatePlan, Plan, log_bound
+from megatron_rc.correction.kernel_plan import KernelPlan
+from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.reference.log_ratio import pair_log_ratio
 from megatron_rc.correction.reference.prefix import carried
 from megatron_rc.correction.reference.sums import Computed, Statistics
-from megatron_rc.correction.sums import FACTOR_SUMS, LAG_BINS, OF_LAGS, Key, Sum, part_of, square_of
+from megatron_rc.correction.sums import Sum
 from megatron_rc.kernels.chunks import Tokens
-from megatron_rc.kernels.columns import COUNT, Column, num_sums
+from megatron_rc.kernels.columns import Column, num_sums
 from megatron_rc.kernels.correction import correction_fwd
-from megatron_rc.kernels.decisions import Decisions, Gate, Lags, WeightKind
+from megatron_rc.kernels.decisions import Decisions, WeightKind
 from megatron_rc.kernels.metric_rows import MetricRows, metric_rows
 from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
 
-
-class _KernelPlan(NamedTuple):
-    """The parts of one correction that are compiled into the kernels."""
-
-    sequence: tuple[Column, ...]
-    """Columns of sequences, without the sums of l."""
-    segment: tuple[Column, ...]
-    """Columns of segments; none where no turn is judged."""
-    decisions: Decisions
-    rows: MetricRows
-    powers: tuple[tuple[int, int], ...]
-    """(place among the sums of metrics, power) of each sum that scales with the weights."""
+_TOKENS = 2
+"""Place of the numbers of valid tokens among the columns of sequences, after the sums of l and of log mu."""
 
 
 def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
@@ -49,19 +37,19 @@ def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: G
         "sampling": inputs.sampling_logprobs,
     }
     known = {name: values for name, values in rows.items() if values is not None}
-    compiled = _kernel_plan(plan, inputs.advantage_unit, tuple(known))
+    compiled = KernelPlan.of(plan, inputs.advantage_unit, tuple(known))
     tokens = _tokens(pair, inputs, tuple(known.values()))
     first = is_first_rank(cp_group)
 
-    of_segments = _segment_columns(tokens, inputs, compiled.segment, to_be_pooled=parallel)
-    units, segments = unit_sums_fwd(tokens, compiled.sequence, compiled.segment, of_segments)
+    of_segments = _segment_columns(tokens, inputs, compiled.columns.segment, to_be_pooled=parallel)
+    units, segments = unit_sums_fwd(tokens, compiled.columns.sequence, compiled.columns.segment, of_segments)
     chunk_sums = units if plan.sums_prefixes else None
-    complete = parallel or bool(compiled.segment)
+    complete = parallel or bool(compiled.columns.segment)
     if complete:
-        num_added = NUM_LOG_RATIO_SUMS + num_sums(compiled.sequence)
-        units = unit_combine_fwd(tokens, units, num_added, segments, compiled.segment)
+        num_added = NUM_LOG_RATIO_SUMS + num_sums(compiled.columns.sequence)
+        units = unit_combine_fwd(tokens, units, num_added, segments, compiled.columns.segment)
         if parallel:
-            units, segments = _pooled(units, num_added, segments, compiled.segment, cp_group)
+            units, segments = _pooled(units, num_added, segments, compiled.columns.segment, cp_group)
 
     mean_k3 = None
     if plan.standardized is not None:
@@ -179,120 +167,3 @@ def _pooled(
         ]
         segments = segments._replace(columns=torch.stack(of_segments).float())
     return torch.cat([added[0], maxima[0]]), segments
-
-
-@lru_cache
-def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _KernelPlan:
-    """The kernels' view of a plan; ``known`` are the names of the rows behind the statistics of the user."""
-    sources = {name: len(plan.statistics) + index for index, name in enumerate(known)}
-    columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
-    weight, correction = plan.weight, plan.correction
-    if weight is not None and weight.unit == "segment":
-        columns["segment"].append(_MEAN_LOG_RATIO)
-    if weight is not None and weight.weight.reads_lags and weight.unit != "token":
-        columns[weight.unit].append(_lag_of_unit(plan))
-    sums_advantages = plan.measures_upper and advantages == "token" and weight is not None and weight.unit == "sequence"
-    if sums_advantages:
-        columns["sequence"].append(_ADVANTAGES)
-    for planned in plan.gates:
-        columns[planned.gate.level] += filter(None, (_column(plan, planned), _advantage_column(planned, advantages)))
-    if plan.standardized is not None:
-        columns["sequence"].insert(0, _CAPPED_K3)
-    sequence, segment = (_ordered(columns[unit]) for unit in ("sequence", "segment"))
-    if segment:
-        segment = (COUNT, *segment)
-    places = {"sequence": (None,) * NUM_LOG_RATIO_SUMS + sequence, "segment": segment}
-
-    def place(level: str, column: Column | None) -> int:
-        return -1 if column is None else places[level].index(column)
-
-    gates = tuple(
-        Gate(
-            *_source(plan, planned),
-            planned.gate.level,
-            place(planned.gate.level, _column(plan, planned)),
-            advantages if planned.gate.when == "negative_advantage" else "any",
-            place(planned.gate.level, _advantage_column(planned, advantages)),
-        )
-        for planned in plan.gates
-    )
-    beyond: dict[str, str] = {}
-    kind = WeightKind(sampling_source=sources.get("sampling", -1))
-    if weight is not None:
-        beyond = {bound.side: bound.name for bound in weight.bounds}
-        column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
-        kind = kind._replace(level=weight.weight.level, drops=weight.drops, column=column)
-        kind = kind._replace(has_lower="lower" in beyond, has_upper="upper" in beyond)
-        kind = kind._replace(position_source=sources.get("positions", -1), carry_source=sources.get("carry", -1))
-        if weight.weight.staleness_upper is not None:
-            kind = kind._replace(log_staleness=math.log(weight.weight.staleness_upper))
-        if weight.weight.varies:
-            of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
-            kind = kind._replace(log_lower=weight.log_lower, log_uppers=weight.log_uppers, lag_column=of_unit)
-            kind = kind._replace(growth=weight.weight.growth)
-        if plan.measures_upper:
-            of_advantages = place("sequence", _ADVANTAGES if sums_advantages else None)
-            kind = kind._replace(measures_upper=advantages, advantage_column=of_advantages)
-    bound = float(correction.log_ratio_bound)
-    lags = Lags(sources["lags"], tuple(each.smallest for each in LAG_BINS.values())) if "lags" in sources else Lags()
-    decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
-    of_lags: tuple[Key, ...] = tuple(part_of(key, name) for name in LAG_BINS for key in OF_LAGS) if lags.bins else ()
-    of_factors: tuple[Key, ...] = FACTOR_SUMS if "sampling" in sources else ()
-    of_upper: tuple[Key, ...] = (*SUMS, UNITS) if plan.measures_upper else ()
-    rows = metric_rows(True, plan.bounds, of_lags + of_factors, plan.standardized is not None, of_upper)
-    names = [*rows.sums, *rows.maxima, *rows.minima]
-    powers: dict[Key, int] = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
-    powers |= {"weight_max": 1, "weight_min": 1}
-    return _KernelPlan(sequence, segment, decisions, rows, tuple((names.index(name), p) for name, p in powers.items()))
-
-
-_MEAN_LOG_RATIO: Column = ("ratio", -1, "mean")
-_SUM_OF_LOG_RATIOS: Column = ("ratio", -1, "sum")
-_ADVANTAGES: Column = ("advantage", -1, "sum")
-_CAPPED_K3: Column = ("capped_k3", -1, "sum")
-_TOKENS = 2
-"""Place of the numbers of valid tokens among the columns of sequences."""
-
-
-def _source(plan: Plan, planned: GatePlan) -> Column:
-    gate = planned.gate
-    source = plan.statistics.index(gate.statistic) if gate.statistic in plan.statistics else -1
-    return gate.statistic, len(plan.statistics) if gate.statistic == "lag" else source, gate.reduce
-
-
-def _lag_of_unit(plan: Plan) -> Column:
-    """The lag of its oldest token; lags come after the statistics of the user."""
-    return "lag", len(plan.statistics), "max"
-
-
-def _column(plan: Plan, planned: GatePlan) -> Column | None:
-    """The column of its units that the gate compares; None for tokens, and for the sums of l of a sequence."""
-    level = planned.gate.level
-    if level == "token" or (level == "sequence" and planned.reads_log_ratio_sums):
-        return None
-    return _SUM_OF_LOG_RATIOS if planned.is_standardized else _source(plan, planned)
-
-
-def _advantage_column(planned: GatePlan, advantages: str) -> Column | None:
-    """The column with the sum of the advantages of tokens, where the gate looks at it."""
-    gate = planned.gate
-    if gate.level == "token" or gate.when == "always" or advantages != "token":
-        return None
-    return _ADVANTAGES
-
-
-def _ordered(columns: list[Column]) -> tuple[Column, ...]:
-    """Each once, sums before maxima."""
-    return tuple(sorted(dict.fromkeys(columns), key=lambda column: column[2] in ("max", "min")))
-
-
-def _bounds(plan: Plan) -> tuple[float, ...]:
-    """As Decisions.bounds; a missing bound is infinite."""
-    pairs: list[tuple[float | None, float | None]] = [(None, None)] * 2
-    if plan.weight is not None:
-        weight = plan.weight.weight
-        assert not isinstance(weight.upper, str)
-        pairs = [(weight.lower, weight.upper), (log_bound(weight.lower), log_bound(weight.upper))]
-    pairs += [(planned.lower, planned.upper) for planned in plan.gates]
-    open_pairs = [(-math.inf if low is None else low, math.inf if high is None else high) for low, high in pairs]
-    return tuple(float(bound) for bounds in open_pairs for bound in bounds)

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.sums import Key, Sum
+from megatron_rc.kernels.limits import LARGEST_UPPER, NUM_UPPERS
 
 Value = TypeVar("Value", bound=Any)
 
 FIRST = 2.0
 """C of the first rollout, before any is measured: the one that most codebases use."""
-GRID: Sequence[float] = tuple(100 ** (i / 31) for i in range(32))
-"""Values of C that are tried, from 1 to 100."""
+GRID: Sequence[float] = tuple(LARGEST_UPPER ** (i / (NUM_UPPERS - 1)) for i in range(NUM_UPPERS))
+"""Values of C that are tried, in equal steps of log C."""
 SUMS = tuple(Sum(f"upper_{what}", part=str(i)) for i in range(len(GRID)) for what in ("beyond", "weighted", "square"))
 """For each C: sums of (rho - C)_+ |A|, of min(rho, C) A and of its square over all units."""
 UNITS = "upper_units"

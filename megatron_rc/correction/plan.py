@@ -4,8 +4,9 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_rc.correction.settings import STANDARDIZED, STATISTICS, Rejection, RolloutCorrection, Unit
-from megatron_rc.correction.weight import MODES, Weight
+from megatron_rc.correction.rejection import STANDARDIZED, STATISTICS, Rejection
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.weight import LEVELS, MODES, Unit, Weight
 
 STALENESS_TRUNCATED = "staleness_truncated"
 """Name of the metric that counts tokens whose staleness is above its bound."""
@@ -48,14 +49,12 @@ class WeightPlan(NamedTuple):
         names = MODES[weight.mode]
         sides = (("lower", names.lower, weight.lower), ("upper", names.upper, weight.upper))
         bounds = (WeightBound(side, name) for side, name, value in sides if name and value is not None)
-        units: dict[str, Unit] = {"token": "token", "prefix": "token", "segment": "segment"}
-        unit = units.get(weight.level, "sequence")
-        reduce = {"sequence": "sum", "prefix": "prefix"}.get(weight.level, "mean")
+        level = LEVELS[weight.level]
         lower = -math.inf if weight.lower is None else math.log(weight.lower)
         # a bound that is still to be measured bounds nothing; `correct` sees it settled
         upper = math.log(weight.upper) if isinstance(weight.upper, (int, float)) else math.inf
         by_lag = tuple((float(lag), math.log(value)) for lag, value in weight.upper_by_lag)
-        return cls(weight, unit, reduce, tuple(bounds), names.drops, lower, ((-math.inf, upper), *by_lag))
+        return cls(weight, level.unit, level.reduce, tuple(bounds), names.drops, lower, ((-math.inf, upper), *by_lag))
 
 
 class GatePlan(NamedTuple):
@@ -103,7 +102,7 @@ class Plan(NamedTuple):
             name = f"rejected_{gate.name}"
             same = sum(other.name == name or other.name.startswith(f"{name}#") for other in gates)
             bounds = (gate.lower, gate.upper)
-            if gate.statistic == "ratio":
+            if gate.statistic in STATISTICS and STATISTICS[gate.statistic].is_ratio:
                 bounds = (log_bound(gate.lower), log_bound(gate.upper))
             gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
         units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})

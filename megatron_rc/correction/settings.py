@@ -1,86 +1,20 @@
-"""RolloutCorrection: the importance weight, the rejections and the old policy; presets and YAML."""
+"""RolloutCorrection: the importance weight, the rejections and the old policy; its presets and YAML."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
+from megatron_rc.correction.presets import METHODS
+from megatron_rc.correction.rejection import STANDARDIZED as STANDARDIZED
+from megatron_rc.correction.rejection import STATISTICS as STATISTICS
+from megatron_rc.correction.rejection import Rejection as Rejection
+from megatron_rc.correction.weight import Unit as Unit
 from megatron_rc.correction.weight import Weight as Weight
-from megatron_rc.correction.weight import check_ordered_bounds, check_positive_bounds
 from megatron_rc.schema.limits import check_one_of, check_positive
 
-Unit = Literal["token", "sequence", "segment"]
-Reduce = Literal["sum", "mean", "max", "min"]
-When = Literal["always", "negative_advantage"]
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
-Surrogate = Literal["ppo", "reinforce"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Denominator = Literal["original", "kept"]
-
-STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff", "standardized")
-"""Statistics that `correct` computes itself; any other name but "lag" must be passed to it in `statistics`."""
-STANDARDIZED = "standardized"
-"""The statistic that needs a number of the whole batch before any gate: its mean k3."""
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A gate: units whose statistic is outside [lower, upper] are dropped from the policy-gradient term."""
-
-    statistic: str = "ratio"
-    """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
-    l = log pi - log mu. standardized: |sum l + T K| / sqrt(2 T K) of a unit of T tokens, K the mean k3 of the batch,
-    with an upper bound only. lag: updates since the token was sampled. Or a name given to `correct` in `statistics`.
-    """
-    level: Unit = "sequence"
-    """The unit that is judged and dropped: a token, a sequence, or a segment (one turn)."""
-    reduce: Reduce = "sum"
-    """How values of tokens become that of the unit; in log space for ratio (sum: product of ratios, mean: geometric
-    mean)."""
-    lower: float | None = None
-    """Smallest value that is kept, inclusive."""
-    upper: float | None = None
-    """Largest value that is kept, inclusive."""
-    when: When = "always"
-    """negative_advantage: only units with a negative mean advantage can be dropped."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.statistic, str) or not self.statistic:
-            raise ValueError(f"statistic must be a name, got {self.statistic!r}")
-        check_one_of("level", self.level, Unit)
-        check_one_of("reduce", self.reduce, Reduce)
-        check_one_of("when", self.when, When)
-        if self.lower is None and self.upper is None:
-            raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
-        if self.statistic == "ratio":
-            check_positive_bounds(self.lower, self.upper)
-        if self.statistic == STANDARDIZED:
-            self._check_standardized()
-        check_ordered_bounds(self.lower, self.upper)
-        if self.statistic in ("k2", "k3", "abs_log_ratio") and self.upper is not None and not self.upper >= 0:
-            raise ValueError(f"upper must be >= 0 for {self.statistic!r}, got upper={self.upper!r}")
-
-    @property
-    def name(self) -> str:
-        """The name of this gate in metrics, such as 'ratio_sequence_mean' or 'k2_token_negative_advantage'."""
-        parts = [self.statistic, self.level]
-        if self.level != "token" and self.statistic != STANDARDIZED:
-            parts.append(self.reduce)
-        if self.when != "always":
-            parts.append(self.when)
-        return "_".join(parts)
-
-    def _check_standardized(self) -> None:
-        if self.level == "token":
-            raise ValueError("level must be 'sequence' or 'segment' for 'standardized', got 'token': use k2 for tokens")
-        if self.reduce != "sum":
-            raise ValueError(f"reduce must be 'sum' for 'standardized', which is made of sums, got {self.reduce!r}")
-        if self.lower is not None:
-            raise ValueError(f"lower must be None for 'standardized', a distance from the mean, got {self.lower!r}")
-        if self.upper is None or not self.upper > 0:
-            raise ValueError(f"upper must be > 0 for 'standardized', in standard deviations, got {self.upper!r}")
 
 
 @dataclass(frozen=True)
@@ -125,15 +59,6 @@ class RolloutCorrection:
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
                 "time, and a mean over less than the batch would depend on how the batch was cut"
-            )
-
-    def check_surrogate(self, surrogate: Surrogate) -> None:
-        """Refuse to multiply a ratio that already is pi / mu by pi / mu again: old "rollout", a weight and "ppo"."""
-        check_one_of("surrogate", surrogate, Surrogate)
-        if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
-            raise ValueError(
-                "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
-                "and an importance weight would count it twice"
             )
 
     def check_one_micro_batch(self, caller: str) -> None:
@@ -227,86 +152,11 @@ class RolloutCorrection:
         return schema.dump_yaml(self.to_dict())
 
 
-def check_clipping(clip_lower: float, clip_upper: float, dual_clip: float | None) -> None:
-    """Refuse bounds of the PPO ratio that no ratio could respect."""
-    if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
-        raise ValueError(
-            f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
-        )
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
-
-
 class Preset(NamedTuple):
     correction: RolloutCorrection
     source: str
     """The origin of the form and of the bounds."""
 
 
-def _geometric_gate(lower: float, upper: float) -> Rejection:
-    return Rejection("ratio", "sequence", "mean", lower=lower, upper=upper)
-
-
-_TOKEN_TIS = Weight("token", "truncate", upper=2.0)
-
-PRESETS: dict[str, Preset] = {
-    "none": Preset(RolloutCorrection(), "no correction; metrics only"),
-    "token-tis": Preset(
-        RolloutCorrection(_TOKEN_TIS), "Yao et al., Off-policy RL (fengyao.notion.site/off-policy-rl); C = 2 customary"
-    ),
-    "token-mis": Preset(
-        RolloutCorrection(Weight("token", "mask", upper=2.0)),
-        "one-sided masked IS, Beyond Precision (arXiv 2602.01826), C = 2",
-    ),
-    "icepop": Preset(
-        RolloutCorrection(Weight("token", "mask", 0.5, 5.0)),
-        "Ring-1T (arXiv 2510.18855); 0.5 / 5.0 as in verl, NeMo-RL",
-    ),
-    "seq-tis": Preset(
-        RolloutCorrection(Weight("sequence", "truncate", upper=2.0)),
-        "rl-collapse part 2; C = 2 as in verl; the metric suggested_seq_cap gives sqrt(2 (1 + chi2_seq))",
-    ),
-    "seq-mis": Preset(
-        RolloutCorrection(Weight("sequence", "mask", upper=2.0)),
-        "rl-collapse part 3, one-sided; C = 2 as in Beyond Precision (arXiv 2602.01826)",
-    ),
-    "geo-mask": Preset(
-        RolloutCorrection(reject=(_geometric_gate(0.999, 1.001),)),
-        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens (docs/moe.md)",
-    ),
-    "geo-mask-token-tis": Preset(
-        RolloutCorrection(_TOKEN_TIS, (_geometric_gate(0.999, 1.001),)), "rl-collapse part 3; bounds as in verl, C = 2"
-    ),
-    "seq-mask-tis": Preset(
-        RolloutCorrection(_TOKEN_TIS, (_geometric_gate(0.999, 1.002),)),
-        "NeMo-RL, ProRL v2: 0.999 / 1.002; its untruncated token weights are truncated at 2 here",
-    ),
-    "veto": Preset(
-        RolloutCorrection(reject=(Rejection("ratio", "sequence", "min", lower=1e-4),)),
-        "slime rs_veto_threshold 1e-4: one impossible token drops the sequence",
-    ),
-    "k3-reject": Preset(
-        RolloutCorrection(reject=(Rejection("k3", "sequence", "mean", upper=0.01),)), "verl k3_rs 0.01 (0.001-0.01)"
-    ),
-    "trust-region-mask": Preset(
-        RolloutCorrection(reject=(Rejection("k2", "sequence", "max", upper=2.0),)),
-        "Trust Region Masking (arXiv 2512.23075), max gate with the sample proxy k2; 2.0 (|l| <= 2) from verl's 1.5-3",
-    ),
-    "standardized": Preset(
-        RolloutCorrection(_TOKEN_TIS, (Rejection("standardized", "sequence", upper=2.0),)),
-        "experimental: an outlier filter that keeps about 95 % of honest sequences at every length; derived, its bound "
-        "as customary; the table below says what it costs",
-    ),
-    "prefix-tis": Preset(
-        RolloutCorrection(Weight("prefix", "truncate", upper=2.0)),
-        "experimental: prefix ratios of CTPO (arXiv 2605.07331), with C = 2 of token-tis for its bounds that grow",
-    ),
-    "off-policy-sequence-mask": Preset(
-        RolloutCorrection(
-            reject=(Rejection("ratio", "sequence", "mean", lower=math.exp(-0.5), when="negative_advantage"),),
-            old="rollout",
-        ),
-        "DeepSeek-V3.2 eq. 9 on current / mu; lower = exp(-delta), delta unpublished: 0.5 as TRL suggests (slime 1e-4)",
-    ),
-}
-"""Every preset with the source of its form and bounds."""
+PRESETS = {name: Preset(RolloutCorrection(**method.fields), method.source) for name, method in METHODS.items()}
+"""Every method of `correction.presets`."""

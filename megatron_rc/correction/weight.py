@@ -4,17 +4,72 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_one_of
 
-Level = Literal["token", "sequence", "geometric", "segment", "prefix"]
-Growth = Literal["none", "sqrt_position", "sqrt_lag"]
+Unit = Literal["token", "sequence", "segment"]
+"""What shares one value."""
+
+
+class WeightLevel(NamedTuple):
+    """Which tokens share one ratio, and how it is made of theirs."""
+
+    sentence: str
+    """As the settings print it."""
+    unit: Unit
+    """The tokens that share one ratio."""
+    reduce: Literal["sum", "mean", "prefix"]
+    """How log-ratios of tokens become that of the unit; prefix: a token's is the sum up to it."""
+    can_be_measured: bool = False
+    """Whether upper may be "measured"."""
+
+
+LEVELS = {
+    "token": WeightLevel("the token's own.", "token", "mean", can_be_measured=True),
+    "sequence": WeightLevel("exp of the summed log-ratio.", "sequence", "sum", can_be_measured=True),
+    "geometric": WeightLevel("exp of its mean over the sequence.", "sequence", "mean", can_be_measured=True),
+    "segment": WeightLevel("exp of its mean over one turn.", "segment", "mean"),
+    "prefix": WeightLevel(
+        "the token's own, exp of the sum over the sequence up to and with the token.", "token", "prefix"
+    ),
+}
+"""Every level of a weight."""
+
+
+class Growth(NamedTuple):
+    """How the log of both bounds grows."""
+
+    sentence: str
+    """As the settings print it."""
+    needs_level: str | None = None
+    """The only level that may have it."""
+    reads_lags: bool = False
+    """Whether bounds depend on lags."""
+
+
+GROWTHS = {
+    "none": Growth("all units have the same bounds."),
+    "sqrt_position": Growth(
+        "with level prefix, multiply the log of both bounds by sqrt(t) for the t-th loss token of its sequence, t = 1 "
+        "for the first.",
+        needs_level="prefix",
+    ),
+    "sqrt_lag": Growth(
+        "multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a sequence or "
+        "segment is that of its oldest token.",
+        reads_lags=True,
+    ),
+}
+"""Every growth of the bounds of a weight."""
 
 
 class WeightMode(NamedTuple):
     """What a mode does with units beyond the bounds of a weight, and which metrics count them."""
 
+    sentence: str
+    """As the settings print it."""
     lower: str | None
     """Metric of the units below lower; None where the mode has no such bound."""
     upper: str
@@ -26,38 +81,30 @@ class WeightMode(NamedTuple):
 
 
 MODES = {
-    "truncate": WeightMode(None, "truncated", required=("upper",), drops=False),
-    "clip": WeightMode("clipped_low", "clipped_high", required=("lower", "upper"), drops=False),
-    "mask": WeightMode("outside_low", "outside_high", required=(), drops=True),
+    "truncate": WeightMode("min(rho, upper).", None, "truncated", required=("upper",), drops=False),
+    "clip": WeightMode("clamp(rho, lower, upper).", "clipped_low", "clipped_high", ("lower", "upper"), drops=False),
+    "mask": WeightMode(
+        "rho inside [lower, upper], and units outside are dropped.", "outside_low", "outside_high", (), drops=True
+    ),
 }
 """Every mode of a weight; all of them clamp rho to the bounds that are set."""
-# a type checker knows no Literal that is computed
-if TYPE_CHECKING:
-    Mode = str
-else:
-    Mode = Literal[tuple(MODES)]
 
 
 @dataclass(frozen=True)
 class Weight:
     """The importance weight of the policy-gradient term: a bounded rho = pi / mu, detached."""
 
-    level: Level = "token"
-    """Which tokens share one ratio: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the
-    sequence); segment (exp of its mean over one turn). prefix: the token's own, exp of the sum over the sequence up to
-    and with the token."""
-    mode: Mode = "truncate"
-    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], and units outside are
-    dropped."""
+    level: Annotated[str, Choice(LEVELS)] = "token"
+    """The ratio rho."""
+    mode: Annotated[str, Choice(MODES)] = "truncate"
+    """What the bounds do."""
     lower: float | None = None
     """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
     upper: float | Literal["measured"] | None = 2.0
     """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound). measured: the C between 1 and 100
     with the least mean squared error on the rollout before, for mode truncate."""
-    growth: Growth = "none"
-    """sqrt_lag: multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a
-    sequence or segment is that of its oldest token. sqrt_position, for level prefix: multiply it by sqrt(t) for the
-    t-th loss token of its sequence, t = 1 for the first."""
+    growth: Annotated[str, Choice(GROWTHS)] = "none"
+    """How the bounds grow."""
     upper_by_lag: tuple[tuple[int, float], ...] = ()
     """Pairs (lag, upper): the last pair whose lag is not above that of the unit replaces upper, which still holds below
     the first pair."""
@@ -66,8 +113,8 @@ class Weight:
     staleness, train / sampling, from above; the weight is their product. `correct` needs `Extras.sampling_logprobs`."""
 
     def __post_init__(self) -> None:
-        check_one_of("level", self.level, Level)
-        check_one_of("mode", self.mode, Mode)
+        check_one_of("level", self.level, LEVELS)
+        check_one_of("mode", self.mode, MODES)
         if isinstance(self.upper, str):
             self._check_measured()
         else:
@@ -84,9 +131,10 @@ class Weight:
                 raise ValueError(f"{bound} must be set when mode is {self.mode!r}{instead}")
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
-        check_one_of("growth", self.growth, Growth)
-        if self.growth == "sqrt_position" and self.level != "prefix":
-            raise ValueError(f"level must be 'prefix' when growth is 'sqrt_position', got level={self.level!r}")
+        check_one_of("growth", self.growth, GROWTHS)
+        needed = GROWTHS[self.growth].needs_level
+        if needed is not None and self.level != needed:
+            raise ValueError(f"level must be {needed!r} when growth is {self.growth!r}, got level={self.level!r}")
         self._check_upper_by_lag()
         self._check_staleness_upper()
         if self.level == "prefix" and self.reads_lags:
@@ -99,17 +147,17 @@ class Weight:
             raise ValueError(f"upper must be a number or 'measured', got {self.upper!r}")
         if self.mode != "truncate":
             raise ValueError(f"mode must be 'truncate' when upper is 'measured', got {self.mode!r}")
-        if self.level not in ("token", "sequence", "geometric"):
-            raise ValueError(
-                f"level must be 'token', 'sequence' or 'geometric' when upper is 'measured', got {self.level!r}"
-            )
+        if not LEVELS[self.level].can_be_measured:
+            *others, last = (repr(name) for name, level in LEVELS.items() if level.can_be_measured)
+            allowed = f"{', '.join(others)} or {last}"
+            raise ValueError(f"level must be {allowed} when upper is 'measured', got {self.level!r}")
         if self.growth != "none" or self.upper_by_lag:
             raise ValueError("growth must be 'none' and upper_by_lag empty when upper is 'measured': C is one number")
 
     @property
     def reads_lags(self) -> bool:
         """Whether the bounds depend on the lag of a unit."""
-        return self.growth == "sqrt_lag" or bool(self.upper_by_lag)
+        return GROWTHS[self.growth].reads_lags or bool(self.upper_by_lag)
 
     @property
     def varies(self) -> bool:

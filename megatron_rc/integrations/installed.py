@@ -7,8 +7,8 @@ from typing import Any
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.after_import import AfterImport
 from megatron_rc.integrations.rebinding import rebind
-from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.learning_rate.rule import LRRule
 from megatron_rc.settings.head import LOGITS, HeadOptions
 
 

@@ -12,10 +12,8 @@ from typing import Any
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
-from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
-from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGate, LRGateSettings, check_lr_rules
+from megatron_rc.learning_rate.rule import LRRule, check_lr_rule
 from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
 
 
@@ -23,8 +21,7 @@ def patch(
     host: str = "auto",
     *,
     correction: RolloutCorrection | None = None,
-    lr_decay: LengthDecayLR | LengthDecaySettings | None = None,
-    lr_gate: LRGate | LRGateSettings | None = None,
+    lr_rule: LRRule | None = None,
     head: Head = "logits",
     head_chunk: int | None = None,
     head_logits_dtype: WiderDtype | None = None,
@@ -43,9 +40,8 @@ def patch(
     Args:
         host: a name in `HOSTS`; "auto": the only one that can be imported.
         correction: what happens to rollouts; None leaves the host's loss as it is, RolloutCorrection() only measures.
-        lr_decay: length-decay learning rate; a LengthDecayLR, or its settings, which take the host's own maximum
+        lr_rule: learning-rate rule: a LengthDecayLR or MismatchLR, or its settings, which take the host's own maximum
             learning rate. None: the host's schedule.
-        lr_gate: learning rate by mismatch, instead of lr_decay; an LRGate, or its settings.
         head: what log-probs are made of: the logits, or ("linear") hidden states and the weight of the head, whose
             logits are never in memory. A host that does not show us its model has logits alone.
         head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.
@@ -54,16 +50,14 @@ def patch(
         Patch.
 
     Raises:
-        ValueError: nothing is given; lr_decay and lr_gate together, or a gate without the correction that it needs; a
-            head that the host cannot have, settings of another head, or a head without a correction, which leaves
-            log-probs to the host; the host or its version is unknown or not importable; a symbol is missing, has other
-            parameters, or was replaced by somebody else; the host cannot honour `correction`. Nothing has been replaced
-            then.
+        ValueError: nothing is given, or a rule without the correction that it needs. Or a head that the host cannot
+            have, settings of another head, or a head without a correction, which leaves log-probs to the host. Or the
+            host or its version is unknown or not importable, or cannot honour `correction`. Or a symbol is missing, has
+            other parameters, or was replaced by somebody else. Nothing has been replaced then.
     """
-    check_lr_rules(lr_decay, lr_gate, correction)
-    lr_rule = lr_decay if lr_gate is None else lr_gate
+    check_lr_rule(lr_rule, correction)
     if correction is None and lr_rule is None:
-        raise ValueError("correction, lr_decay or lr_gate must be given: patch has nothing to do")
+        raise ValueError("correction or lr_rule must be given: patch has nothing to do")
     if head != "logits" and correction is None:
         raise ValueError(f"correction must be given with head={head!r}: without it the host computes its own log-probs")
     return patch_host(host_named(host), correction, lr_rule, HeadOptions(head, head_chunk, head_logits_dtype))
@@ -134,9 +128,7 @@ class Patch:
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
             lines += [f"head: {installed.head}"] if installed.head != LOGITS else []
-            rule = installed.lr_rule
-            gates = isinstance(rule, LRGate | LRGateSettings)
-            lines += [f"{'lr_gate' if gates else 'lr_decay'}: {rule}"] if rule is not None else []
+            lines += [f"lr_rule: {installed.lr_rule}"] if installed.lr_rule is not None else []
         if installed.correction is not None:
             lines += ["differs from the host on purpose:", *(f"  {text}" for text in host.differences)]
         return "\n".join(lines)

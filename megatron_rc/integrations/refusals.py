@@ -10,7 +10,11 @@ from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 
 
 def refuse_correction(
-    correction: RolloutCorrection, where: str, statistics: tuple[str, ...] = STATISTICS, *, knows_lags: bool = False
+    correction: RolloutCorrection,
+    where: str,
+    statistics: tuple[str, ...] = tuple(STATISTICS),
+    *,
+    knows_lags: bool = False,
 ) -> None:
     """Refuse a correction that needs what no host gives us, or what this one does not.
 

@@ -12,8 +12,7 @@ from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings, check_lr_rules
+from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
 from megatron_rc.settings.head import Head, HeadOptions, WiderDtype
 from megatron_rc.settings.renamed import CurrentNames
 
@@ -24,10 +23,8 @@ class PatchSettings(CurrentNames):
 
     correction: RolloutCorrection | None = None
     """How rollouts are corrected: a preset name, or fields with or without `preset`; null leaves the host's loss."""
-    lr_decay: LengthDecaySettings | None = None
-    """Length-decay learning rate; null keeps the host's schedule, {} takes every default."""
-    lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, instead of lr_decay."""
+    lr_rule: AnyRuleSettings | None = None
+    """Learning-rate rule: its name, or a mapping with its name under `rule`; null keeps the host's schedule."""
     head: Head = "logits"
     """What log-probs are made of: logits, or hidden states and the weight of the head (linear)."""
     head_chunk: int | None = None
@@ -37,18 +34,18 @@ class PatchSettings(CurrentNames):
 
     def __post_init__(self) -> None:
         HeadOptions(self.head, self.head_chunk, self.head_logits_dtype)
-        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        check_lr_rule(self.lr_rule, self.correction)
 
 
 def patch_settings(
-    config: Path | None = None, preset: str | None = None, lr_decay: bool = False, assignments: Iterable[str] = ()
+    config: Path | None = None, preset: str | None = None, lr_rule: str | None = None, assignments: Iterable[str] = ()
 ) -> PatchSettings:
     """Settings from a YAML file and from options, which win over the file.
 
     Args:
         config: the YAML file; None: no fields.
         preset: correction in place of the file's.
-        lr_decay: whether to add a length decay with defaults where the file has none.
+        lr_rule: name of a rule with its defaults in place of the file's.
         assignments: ``key=value``, applied last.
 
     Raises:
@@ -57,8 +54,8 @@ def patch_settings(
     data = schema.load_yaml(config) if config is not None else {}
     if preset is not None:
         data["correction"] = preset
-    if lr_decay:
-        data["lr_decay"] = data.get("lr_decay") or {}
+    if lr_rule is not None:
+        data["lr_rule"] = lr_rule
     return schema.from_dict(PatchSettings, data, assignments=assignments)
 
 

@@ -4,33 +4,29 @@ import logging
 from typing import Any
 
 from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings
-from megatron_rc.learning_rate.rule import LRScale, Signals
-
-LRRule = LRScale | LengthDecaySettings | LRGateSettings
+from megatron_rc.learning_rate.rule import HOST_KEY, LRRule, earlier_state, resume, state_of
+from megatron_rc.learning_rate.scale import LRScale, RuleSettings, Signals
 
 _logger = logging.getLogger(__name__)
 
 
-def settings_of(lr_rule: LRRule | None, where: str) -> dict[str, Any]:
-    """The rule under its name in the settings of a host whose trainer runs in other processes; empty for none.
+def settings_of(lr_rule: LRRule | None, where: str) -> RuleSettings | None:
+    """The rule for a host whose trainer runs in other processes.
 
     Raises:
         ValueError: the rule is an object and not its settings, which alone can go ``where``.
     """
     if isinstance(lr_rule, LRScale):
-        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
-        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go {where}, got {lr_rule!r}")
-    return {} if lr_rule is None else {"lr_gate" if isinstance(lr_rule, LRGateSettings) else "lr_decay": lr_rule}
+        raise ValueError(f"lr_rule must be settings, such as LengthDecaySettings, which go {where}, got {lr_rule!r}")
+    return lr_rule
 
 
 class SchedulerRule:
-    """A length decay or gate attached to a scheduler that was just built, before the host loads its checkpoint into it.
+    """A learning-rate rule attached to a scheduler that was just built, before the host loads its checkpoint into it.
 
-    The state of the rule is saved inside the scheduler's state_dict under its ``state_key``. Megatron reads only its
-    own keys of that dictionary, so a checkpoint written with the rule also loads without it. A checkpoint without the
-    key, from a run that had no such rule, leaves the rule at its first rollout.
+    The state of the rule is saved inside the scheduler's state_dict under `HOST_KEY`. Megatron reads only its own keys
+    of that dictionary, so a checkpoint written with the rule also loads without it. A checkpoint of a run without a
+    rule, or with another one, leaves the rule at its first rollout.
 
     Args:
         opt_param_scheduler: Megatron's OptimizerParamScheduler.
@@ -65,12 +61,11 @@ class SchedulerRule:
         vars(self._scheduler).update(self._of_instance)
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._own_state(), self.rule.state_key: self.rule.state_dict()}
+        return {**self._own_state(), HOST_KEY: state_of(self.rule)}
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._load_own_state(state_dict)
-        if self.rule.state_key in state_dict:
-            self.rule.load_state_dict(state_dict[self.rule.state_key])
+        resume(self.rule, state_dict.get(HOST_KEY) or earlier_state(state_dict))
 
 
 _METHODS = ("state_dict", "load_state_dict")

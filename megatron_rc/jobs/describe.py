@@ -19,6 +19,8 @@ class Field(NamedTuple):
     type: str
     default: str
     doc: str
+    choice: str = ""
+    """Which of several dataclasses its section is, by the name that chooses it."""
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
@@ -34,7 +36,8 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
             doc = " ".join(filter(None, (docs.get(field.name, ""), *said)))
             yield Field(name, _type_name(hint), _default(field), doc)
         for option in nested:
-            yield from describe(option, name + ".")
+            choice = str(dataclasses.fields(option)[0].default) if len(nested) > 1 else ""
+            yield from (each._replace(choice=each.choice or choice) for each in describe(option, name + "."))
 
 
 def sections(cls: Any) -> str:
@@ -42,7 +45,8 @@ def sections(cls: Any) -> str:
     by_section: dict[str, list[tuple[str, ...]]] = {}
     for field in describe(cls):
         row = (f"`{field.name}`", f"`{field.type}`", f"`{field.default}`", field.doc)
-        by_section.setdefault(field.name.rpartition(".")[0] or "job", []).append(row)
+        section = field.name.rpartition(".")[0] or "job"
+        by_section.setdefault(f"{section} ({field.choice})" if field.choice else section, []).append(row)
     header = ("field", "type", "default", "meaning")
     return "\n".join(f"## {name}\n\n{table(header, rows)}" for name, rows in by_section.items())
 
@@ -74,13 +78,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _docstrings(cls: Any) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
     docs = {}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        match field, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
+    for owner in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
 
 
@@ -99,7 +104,7 @@ def _type_name(hint: Any) -> str:
         return " | ".join(map(str, typing.get_args(hint)))
     if type(None) in typing.get_args(hint):
         return " | ".join(_type_name(arg) if arg is not type(None) else "null" for arg in typing.get_args(hint))
-    return str(hint).replace("typing.", "").replace("megatron_rc.correction.settings.", "")
+    return str(hint).replace("typing.", "").replace("megatron_rc.correction.rejection.", "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

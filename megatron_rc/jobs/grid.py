@@ -248,7 +248,7 @@ def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:
         changes |= grid.axes[axis][choice]
     fields = _changed(grid.job, changes)
     for assignment in grid.arguments:
-        schema.set_field(fields, assignment)
+        schema.set_field(fields, assignment, JobSettings)
     return fields
 
 

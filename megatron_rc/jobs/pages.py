@@ -56,11 +56,15 @@ def settings() -> str:
 
 
 def presets() -> str:
-    from megatron_rc.correction.settings import PRESETS
+    from megatron_rc.correction.settings import PRESETS, STATISTICS
 
     rows = [(f"`{name}`", changed(preset.correction), preset.source) for name, preset in PRESETS.items()]
     body = table(("preset", "settings", "source"), rows)
-    return f"# Correction presets\n\nPrinted by `megatron-rc presets`.\n\n{body}"
+    gates = table(("statistic", "value"), [(f"`{name}`", known.sentence) for name, known in STATISTICS.items()])
+    return (
+        f"# Correction presets\n\nPrinted by `megatron-rc presets`.\n\n{body}\n"
+        f"A rejection compares one of these statistics with its bounds; l = log pi - log mu of a token:\n\n{gates}"
+    )
 
 
 def versions() -> str:

@@ -5,13 +5,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, Literal
 
-from megatron_rc.learning_rate.rule import LRScale, Signals
+from megatron_rc.learning_rate.scale import LRScale, Rule, RuleMetric, RuleSettings, Signals
 from megatron_rc.learning_rate.surge import SurgeDetector
 
 UNMEASURED_ROLLOUTS = 6
-"""Consecutive rollouts without a measured length after which `LengthDecayLR.news` says so."""
+"""Consecutive rollouts without a measured length after which `LengthDecayLR.news` says so.
+
+Ours: a host whose lengths come one rollout late, or one lost rollout, is no reason to worry.
+"""
 
 
 class LengthDecayLR(LRScale):
@@ -47,8 +50,7 @@ class LengthDecayLR(LRScale):
     for the 8B one); P = 1.8 x surge step is its rule for choosing the period.
     """
 
-    metrics_prefix = "lr_decay"
-    state_key = "megatron_rc_length_decay"
+    name = "length_decay"
 
     def __init__(
         self,
@@ -75,6 +77,10 @@ class LengthDecayLR(LRScale):
     @property
     def rollouts(self) -> int:
         return self.detector.rollouts
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"length"} if self._fixed_period is None else ())
 
     @property
     def decay_period(self) -> int | None:
@@ -147,15 +153,8 @@ class LengthDecayLR(LRScale):
             news.append(f"learning rate x {self.scale:.3g} from rollout {self.rollouts} on")
         return news
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of this rollout.
-
-        Returns:
-            lr_decay/scale (lr over eta_0), lr_decay/surge_in_warmup (0 or 1), lr_decay/alarm (0 or 1),
-            lr_decay/withdrawn (alarms), lr_decay/unmeasured (rollouts without a length), and once they exist
-            lr_decay/length_ratio (fast over slow mean length), lr_decay/surge_step and lr_decay/period (rollouts).
-        """
-        values = {
+    def numbers(self) -> dict[str, float | None]:
+        return {
             "scale": self.scale,
             "surge_in_warmup": float(self.detector.surge_in_warmup is not None),
             "alarm": float(self.detector.alarm is not None),
@@ -164,9 +163,6 @@ class LengthDecayLR(LRScale):
             "length_ratio": self.detector.ratio,
             "surge_step": self.detector.surge_step,
             "period": self.decay_period,
-        }
-        return {
-            f"{self.metrics_prefix}/{k}": float(v) for k, v in values.items() if v is not None and not math.isnan(v)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,9 +174,12 @@ class LengthDecayLR(LRScale):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthDecaySettings:
-    """The arguments of LengthDecayLR in a configuration file; the learning rate comes from elsewhere."""
+class LengthDecaySettings(RuleSettings):
+    """The arguments of LengthDecayLR in a configuration file."""
 
+    makes = LengthDecayLR
+    rule: Literal["length_decay"] = "length_decay"
+    """Chooses these fields."""
     min_lr_ratio: float = 0.1
     """The floor, as a share of the initial learning rate."""
     decay_period: int | None = None
@@ -198,12 +197,18 @@ class LengthDecaySettings:
         if not 0 < self.period_per_surge < math.inf:
             raise ValueError(f"period_per_surge must be > 0 and finite, got {self.period_per_surge!r}")
 
-    needs_mismatch: ClassVar = False
 
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether it depends on response lengths."""
-        return self.decay_period is None
-
-    def build(self, initial_lr: float) -> LengthDecayLR:
-        return LengthDecayLR(initial_lr, **vars(self))
+LENGTH_DECAY = Rule(
+    title="Length-decay learning rate",
+    summary="halves the learning rate at fixed intervals once responses have surged in length",
+    settings=LengthDecaySettings,
+    metrics={
+        "length_ratio": RuleMetric("", "fast over slow geometric mean of the response lengths"),
+        "surge_step": RuleMetric("rollout", "rollout at which the length surged; once that is confirmed"),
+        "surge_in_warmup": RuleMetric("0 or 1", "1 if that surge began during the detector's warm-up"),
+        "alarm": RuleMetric("0 or 1", "1 while an alarm is neither confirmed as a surge nor withdrawn"),
+        "withdrawn": RuleMetric("alarms", "alarms that were withdrawn because the lengths came back"),
+        "period": RuleMetric("rollouts", "rollouts between two cuts; once it is known"),
+    },
+    halves="surge_in_warmup",
+)

@@ -1,21 +1,15 @@
-"""LRGate: a learning rate that shrinks while a rollout says little about the gradient."""
-
-from __future__ import annotations
+"""MismatchLR: a learning rate that shrinks while a rollout says little about the gradient."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from megatron_rc.learning_rate.rule import LRScale, Signals
+from megatron_rc.learning_rate.scale import LRScale, Rule, RuleMetric, RuleSettings, Signals
 from megatron_rc.schema.limits import check_at_least, check_one_of, check_positive
 
-if TYPE_CHECKING:
-    from megatron_rc.correction.settings import RolloutCorrection
-    from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-
 Signal = Literal["ess", "k3", "length", "grad_cosine"]
-Rule = Literal["scale", "halve"]
+Action = Literal["scale", "halve"]
 
 # ours, unmeasured: slower once half of the samples carry no weight; the others depend on model and task
 _DEFAULT_TARGET = {"ess": 0.5}
@@ -23,7 +17,7 @@ _SIDE = {"ess": "below", "k3": "above", "length": "above", "grad_cosine": "above
 """On which side of the target a signal is bad."""
 
 
-class LRGate(LRScale):
+class MismatchLR(LRScale):
     """Learning rate by mismatch: the scheduled one times a factor from the rollout that is about to be trained on.
 
     With q the quality of the signal, at least 1 where it is as good as its target or better::
@@ -33,16 +27,16 @@ class LRGate(LRScale):
         length       q = target / L                   mean response length, tokens
         grad_cosine  q = (1 - c) / (1 - target)       c: cosine of the last two gradients
 
-        rule scale   scale = clamp(q^power, floor, 1)
-        rule halve   scale = max(2^-h, floor), where h grows by 1 after every `patience` measured rollouts in a row with
-                     q < 1, and never falls
+        action scale   scale = clamp(q^power, floor, 1)
+        action halve   scale = max(2^-h, floor), where h grows by 1 after every `patience` measured rollouts in a row
+                       with q < 1, and never falls
 
     The step that it scales is the one that the signal was measured on. A rollout without a signal keeps the scale of
     the one before. Signals must be pooled over all ranks, so that all compute the same learning rate.
 
     Args:
         initial_lr: eta_0, > 0.
-        signal, rule, target, power, floor, patience: as in LRGateSettings.
+        signal, action, target, power, floor, patience: as in MismatchSettings.
 
     Raises:
         ValueError: an argument out of its range, or no target for a signal that has no default one.
@@ -51,15 +45,14 @@ class LRGate(LRScale):
     exponent is not used here. grad_cosine is what GAC (arXiv 2603.01501) measures.
     """
 
-    metrics_prefix = "lr_gate"
-    state_key = "megatron_rc_lr_gate"
+    name = "mismatch"
 
     def __init__(
         self,
         initial_lr: float,
         *,
         signal: Signal = "ess",
-        rule: Rule = "scale",
+        action: Action = "scale",
         target: float | None = None,
         power: float = 0.5,
         floor: float = 0.1,
@@ -67,29 +60,35 @@ class LRGate(LRScale):
     ) -> None:
         super().__init__(initial_lr)
         # refuses what is out of its range
-        LRGateSettings(signal=signal, rule=rule, target=target, power=power, floor=floor, patience=patience)
-        self.signal, self.rule = signal, rule
+        MismatchSettings(signal=signal, action=action, target=target, power=power, floor=floor, patience=patience)
+        self.signal, self.action = signal, action
         self.target = _DEFAULT_TARGET[signal] if target is None else target
         self.power, self.floor, self.patience = power, floor, patience
         self._rollouts = self.measured = 0
         """Rollouts with a signal."""
         self.halvings = 0
-        """How often rule halve has halved."""
+        """How often action halve has halved."""
         self._run = 0
         self._factor = 1.0
         self._value: float | None = None
 
     def __repr__(self) -> str:
-        return f"LRGate({self.initial_lr:g}, signal={self.signal!r}, rule={self.rule!r}, target={self.target:g})"
+        return (
+            f"MismatchLR({self.initial_lr:g}, signal={self.signal!r}, action={self.action!r}, target={self.target:g})"
+        )
 
     @property
     def rollouts(self) -> int:
         return self._rollouts
 
     @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({self.signal})
+
+    @property
     def scale(self) -> float:
         """lr / initial_lr, between floor and 1."""
-        return max(self._factor if self.rule == "scale" else math.ldexp(1.0, -self.halvings), self.floor)
+        return max(self._factor if self.action == "scale" else math.ldexp(1.0, -self.halvings), self.floor)
 
     def step(self, value: float | None) -> float:
         """Begin the next rollout's optimizer steps: once per rollout, before the first of them.
@@ -137,7 +136,7 @@ class LRGate(LRScale):
         side = _SIDE[self.signal] if quality < 1 else "not " + _SIDE[self.signal]
         reason = f"{self.signal} {value:.3g} is {side} its target {self.target:.3g}"
         self.news = ()
-        if self.rule == "scale":
+        if self.action == "scale":
             self._factor = min(quality, 1.0) ** self.power
         else:
             self._run = self._run + 1 if quality < 1 else 0
@@ -148,17 +147,13 @@ class LRGate(LRScale):
         if self.scale != before:
             self.news = (f"learning rate x {self.scale:.3g}: {reason}",)
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of this rollout.
-
-        Returns:
-            lr_gate/scale (lr over eta_0), lr_gate/unmeasured (rollouts without a signal), lr_gate/halvings with rule
-            halve, and lr_gate/signal where it was measured.
-        """
-        values = {"scale": self.scale, "unmeasured": self._rollouts - self.measured}
-        values |= {"halvings": self.halvings} if self.rule == "halve" else {}
-        values |= {"signal": self._value} if self._value is not None else {}
-        return {f"{self.metrics_prefix}/{name}": float(value) for name, value in values.items()}
+    def numbers(self) -> dict[str, float | None]:
+        return {
+            "scale": self.scale,
+            "unmeasured": self._rollouts - self.measured,
+            "halvings": self.halvings if self.action == "halve" else None,
+            "signal": self._value,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
@@ -172,33 +167,36 @@ class LRGate(LRScale):
 
 _STATE = ("_rollouts", "measured", "halvings", "_run", "_factor")
 _ROUNDING = 1e-6
-"""How far a pooled share or cosine may be outside its range."""
+"""How far a pooled share or cosine may be outside its range: a few roundings of fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRGateSettings:
-    """The arguments of LRGate in a configuration file; the learning rate comes from elsewhere."""
+class MismatchSettings(RuleSettings):
+    """The arguments of MismatchLR in a configuration file."""
 
+    makes = MismatchLR
+    rule: Literal["mismatch"] = "mismatch"
+    """Chooses these fields."""
     signal: Signal = "ess"
     """What decides. ess: the effective sample size after the correction, as a share of the tokens, or of the sequences
     for weights of level sequence and geometric. k3: nats per token. length: the mean response length in tokens.
     grad_cosine: only a loop of your own can supply it."""
-    rule: Rule = "scale"
+    action: Action = "scale"
     """scale: the learning rate follows the signal of every rollout. halve: it halves when the signal stays beyond its
     target, and never grows again."""
     target: float | None = None
     """Value of the signal up to which nothing happens: smaller ess, larger k3, length or grad_cosine slow down. null
     takes 0.5 for ess; the other signals need one."""
     power: float = 0.5
-    """Exponent of rule scale; 0.5 scales with the root of the effective sample size, as for a smaller batch."""
+    """Exponent of action scale; 0.5 scales with the root of the effective sample size, as for a smaller batch."""
     floor: float = 0.1
     """Smallest factor on the learning rate."""
     patience: int = 5
-    """Rollouts in a row beyond the target before rule halve halves."""
+    """Rollouts in a row beyond the target before action halve halves."""
 
     def __post_init__(self) -> None:
         check_one_of("signal", self.signal, Signal)
-        check_one_of("rule", self.rule, Rule)
+        check_one_of("action", self.action, Action)
         check_positive(power=self.power)
         check_at_least(1, patience=self.patience)
         if not 0 < self.floor < 1:
@@ -211,57 +209,14 @@ class LRGateSettings:
         if not good:
             raise ValueError(f"target is out of the range of signal {self.signal!r}, got {self.target!r}")
 
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether it depends on response lengths."""
-        return self.signal == "length"
 
-    @property
-    def needs_mismatch(self) -> bool:
-        """Whether it depends on the metrics of a correction."""
-        return self.signal in ("ess", "k3")
-
-    def build(self, initial_lr: float) -> LRGate:
-        return LRGate(initial_lr, **vars(self))
-
-
-class HasLRRule:
-    """Settings that have lr_decay and lr_gate; `check_lr_rules` allows only one."""
-
-    @property
-    def lr_rule(self: Any) -> LengthDecaySettings | LRGateSettings | None:
-        """What scales the learning rate on top of its schedule."""
-        return self.lr_decay if self.lr_gate is None else self.lr_gate
-
-
-def check_lr_rules(
-    lr_decay: object | None, lr_gate: LRGate | LRGateSettings | None, correction: RolloutCorrection | None
-) -> None:
-    """Refuse two rules for one learning rate, and a gate whose signal nobody measures or cannot change."""
-    if lr_gate is None:
-        return
-    if lr_decay is not None:
-        raise ValueError("lr_decay and lr_gate must not be set together: each scales the learning rate")
-    if lr_gate.signal == "grad_cosine":
-        raise ValueError(
-            "signal of lr_gate must not be 'grad_cosine' here: the learning rate is decided before the gradient is "
-            "known; in a loop of your own pass the cosine to LRGate.step"
-        )
-    if lr_gate.signal in ("ess", "k3") and correction is None:
-        raise ValueError(f"lr_gate needs a correction, which measures its signal {lr_gate.signal!r}")
-    if lr_gate.signal == "ess" and correction is not None and correction.weight is None and not correction.reject:
-        raise ValueError(
-            "lr_gate needs a correction with a weight or a rejection for signal 'ess': without them all weights are 1, "
-            "and so is the effective sample size"
-        )
-
-
-def mismatch_signals(values: Mapping[str, Any], correction: RolloutCorrection, prefix: str = "") -> Signals:
-    """The signals of a rollout among the pooled values of `MetricSums`.
-
-    The effective sample size is that of the final weights, masked ones being 0: over sequences for a weight of level
-    sequence or geometric, over tokens for the others.
-    """
-    weight = correction.weight
-    unit = "seq" if weight is not None and weight.level in ("sequence", "geometric") else "token"
-    return Signals(ess=values.get(f"{prefix}ess_{unit}_final"), k3=values.get(f"{prefix}k3"))
+MISMATCH = Rule(
+    title="Learning rate by mismatch",
+    summary="lowers the learning rate while a rollout says little about the gradient",
+    settings=MismatchSettings,
+    metrics={
+        "signal": RuleMetric("", "the signal that decided the factor; where it was measured", "signal"),
+        "halvings": RuleMetric("", "how often the learning rate was halved; with action halve"),
+    },
+    halves="halvings",
+)

@@ -1,151 +1,97 @@
-"""LRScale: a factor on the learning rate, decided once per rollout, which Megatron's scheduler is made to apply."""
+"""RULES: every learning-rate rule by name; settings, checkpoints, patches, metrics, reports and documents read it."""
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+import functools
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_rc.learning_rate.length_decay import LENGTH_DECAY
+from megatron_rc.learning_rate.mismatch import MISMATCH
+from megatron_rc.learning_rate.scale import LRScale, Rule, RuleMetric, RuleSettings, Signals
+
+if TYPE_CHECKING:
+    from megatron_rc.correction.settings import RolloutCorrection
+
+RULES: dict[str, Rule] = {"length_decay": LENGTH_DECAY, "mismatch": MISMATCH}
+"""To add a rule, write a file with a row at its end, and name the row here."""
+
+LRRule = LRScale | RuleSettings
+"""A rule, or its settings, which take the learning rate of the scheduler that they are put on."""
+
+if TYPE_CHECKING:
+    AnyRuleSettings = RuleSettings
+else:
+    AnyRuleSettings = functools.reduce(operator.or_, (rule.settings for rule in RULES.values()))
+    """The type of the setting `lr_rule`: `schema.from_dict` chooses by the field `rule`."""
+
+OF_EVERY_RULE = {
+    "scale": RuleMetric("", "factor on the scheduled learning rate", "factor"),
+    "unmeasured": RuleMetric("rollouts", "rollouts without a measurement"),
+}
+
+EARLIER = {"length_decay": ("lr_decay", "megatron_rc_length_decay"), "mismatch": ("lr_gate", "megatron_rc_lr_gate")}
+"""Rule -> its name in settings, metrics and checkpoints of version 0.1, and in the checkpoints of hosts."""
+
+KEY = "lr_rule"
+HOST_KEY = "megatron_rc_lr_rule"
+"""Key of the state in a checkpoint of ours, and in one of a host."""
 
 
-class Signals(NamedTuple):
-    """What a rollout says about the step size; None: not measured. Pooled over all ranks, so equal on all of them."""
-
-    length: float | None = None
-    """Mean response length in tokens, before groups of equal rewards are filtered."""
-    truncated_share: float | None = None
-    """Share of those responses that were cut off at the length limit."""
-    ess: float | None = None
-    """Effective sample size of the final weights, as a share of the samples."""
-    k3: float | None = None
-    """KL(mu||pi), nats per token."""
-    grad_cosine: float | None = None
-    """Cosine of this gradient and the one before."""
+def state_of(rule: LRScale) -> dict[str, Any]:
+    """The state of a rule, with the name of the rule."""
+    return {"rule": rule.name, **rule.state_dict()}
 
 
-NOTHING = Signals()
-"""A rollout without any measurement."""
+def earlier_state(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state as `state_of` writes it, out of what version 0.1 has saved; None where it had no rule."""
+    for name, keys in EARLIER.items():
+        for key in keys:
+            if saved.get(key) is not None:
+                return {"rule": name, **saved[key]}
+    return None
 
 
-class LRScale(ABC):
-    """A factor in (0, 1] on the learning rate that Megatron's scheduler computes; base of the rules that decide it.
+def resume(rule: LRScale, state: Mapping[str, Any] | None) -> bool:
+    """Continue from what `state_of` returned; False, and nothing happens, where it is of no rule or another one."""
+    if state is None or state["rule"] != rule.name:
+        return False
+    rule.load_state_dict({name: value for name, value in state.items() if name != "rule"})
+    return True
 
-    Args:
-        initial_lr: eta_0, > 0.
 
-    Raises:
-        ValueError: initial_lr out of its range.
+def check_lr_rule(lr_rule: LRRule | None, correction: "RolloutCorrection | None") -> None:
+    """Refuse a rule whose signal nobody measures or cannot change."""
+    needs: frozenset[str] = frozenset() if lr_rule is None else lr_rule.needs
+    if "grad_cosine" in needs:
+        raise ValueError(
+            "signal of lr_rule must not be 'grad_cosine' here: the learning rate is decided before the gradient is "
+            "known; in a loop of your own pass the cosine to the step of the rule"
+        )
+    if by_mismatch(lr_rule) and correction is None:
+        raise ValueError(f"lr_rule needs a correction, which measures {' and '.join(map(repr, sorted(needs)))}")
+    if "ess" in needs and correction is not None and correction.weight is None and not correction.reject:
+        raise ValueError(
+            "lr_rule needs a correction with a weight or a rejection for signal 'ess': without them all weights are 1, "
+            "and so is the effective sample size"
+        )
+
+
+def by_length(lr_rule: LRRule | None) -> bool:
+    """Whether a rule depends on response lengths."""
+    return lr_rule is not None and "length" in lr_rule.needs
+
+
+def by_mismatch(lr_rule: LRRule | None) -> bool:
+    """Whether a rule depends on the metrics of a correction."""
+    return lr_rule is not None and bool({"ess", "k3"} & lr_rule.needs)
+
+
+def mismatch_signals(values: Mapping[str, Any], correction: "RolloutCorrection", prefix: str = "") -> Signals:
+    """The signals of a rollout among the pooled values of `MetricSums`.
+
+    The effective sample size is that of the final weights, masked ones being 0: over sequences for a weight of level
+    sequence or geometric, over tokens for the others.
     """
-
-    metrics_prefix: ClassVar[str]
-    """Before the names of its metrics."""
-    state_key: ClassVar[str]
-    """Name of its state in a checkpoint."""
-
-    def __init__(self, initial_lr: float) -> None:
-        if not 0 < initial_lr < math.inf:
-            raise ValueError(f"initial_lr must be > 0 and finite, got {initial_lr!r}")
-        self.initial_lr = float(initial_lr)
-        self.news: tuple[str, ...] = ()
-        """What the last step decided and why, one sentence each; empty where nothing changed."""
-        self._attached: list[_Attachment] = []
-
-    @property
-    @abstractmethod
-    def rollouts(self) -> int:
-        """Number of rollouts so far, which is the number (1-based) of the one that ``lr`` is for."""
-
-    @property
-    @abstractmethod
-    def scale(self) -> float:
-        """lr / initial_lr."""
-
-    @abstractmethod
-    def begin(self, signals: Signals) -> float:
-        """Begin the next rollout's optimizer steps with the one of ``signals`` that the rule reads; returns lr."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Metrics of this rollout."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """State after the rollouts so far, exact in JSON, without the arguments of the constructor."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object.
-
-        Raises:
-            ValueError: the state has other fields.
-        """
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the optimizer steps of this rollout."""
-        return self.initial_lr * self.scale
-
-    def attach(self, opt_param_scheduler: Any) -> None:
-        """Multiply what Megatron's OptimizerParamScheduler computes for each parameter group by ``scale``.
-
-        get_lr is wrapped on this one scheduler object: its warm-up, its decay and the max_lr and min_lr of each group
-        stay as they are, and ``initial_lr`` must equal its max_lr. Its state_dict holds the values without the scale,
-        so saving and loading it needs no care. Attaching twice changes nothing.
-
-        Args:
-            opt_param_scheduler: with max_lr, get_lr(param_group) and step(increment).
-
-        Raises:
-            ValueError: the object is no such scheduler, has another max_lr, or another LRScale is attached to it.
-        """
-        if any(attachment.scheduler is opt_param_scheduler for attachment in self._attached):
-            return
-        missing = [name for name in ("max_lr", "get_lr", "step") if not hasattr(opt_param_scheduler, name)]
-        if missing:
-            raise ValueError(f"opt_param_scheduler must have {missing}, got a {type(opt_param_scheduler).__name__}")
-        other = getattr(opt_param_scheduler.get_lr, "lr_scale", None)
-        if other is not None:
-            raise ValueError(f"opt_param_scheduler already has {type(other).__name__} attached; detach that first")
-        if not math.isclose(opt_param_scheduler.max_lr, self.initial_lr):
-            raise ValueError(
-                f"initial_lr must be the max_lr of opt_param_scheduler, got initial_lr={self.initial_lr!r} "
-                f"max_lr={opt_param_scheduler.max_lr!r}"
-            )
-        self._attached.append(_Attachment(opt_param_scheduler, self))
-        self._refresh()
-
-    def detach(self, opt_param_scheduler: Any) -> None:
-        """Undo `attach` exactly: the groups get the scheduler's own learning rate back. Not attached: nothing happens.
-
-        Raises:
-            ValueError: get_lr of the scheduler was replaced after `attach`.
-        """
-        for attachment in [a for a in self._attached if a.scheduler is opt_param_scheduler]:
-            attachment.undo()
-            self._attached.remove(attachment)
-            opt_param_scheduler.step(0)
-
-    def _refresh(self) -> None:
-        for attachment in self._attached:
-            attachment.scheduler.step(0)  # writes the learning rate of every group and counts no step
-
-
-class _Attachment:
-    """The wrapped get_lr of one scheduler."""
-
-    def __init__(self, scheduler: Any, scale: LRScale) -> None:
-        self.scheduler = scheduler
-        self._of_instance = "get_lr" in vars(scheduler)
-        self._original: Callable[..., float] = scheduler.get_lr
-
-        def scaled_lr(*args: Any, **kwargs: Any) -> float:
-            return scale.scale * self._original(*args, **kwargs)
-
-        scaled_lr.lr_scale = scale  # type: ignore[attr-defined]
-        self._wrapper = scheduler.get_lr = scaled_lr
-
-    def undo(self) -> None:
-        if vars(self.scheduler).get("get_lr") is not self._wrapper:
-            raise ValueError("get_lr of opt_param_scheduler was replaced after attach; undo that first")
-        if self._of_instance:
-            self.scheduler.get_lr = self._original
-        else:
-            del self.scheduler.get_lr
+    weight = correction.weight
+    unit = "seq" if weight is not None and weight.level in ("sequence", "geometric") else "token"
+    return Signals(ess=values.get(f"{prefix}ess_{unit}_final"), k3=values.get(f"{prefix}k3"))

@@ -9,7 +9,10 @@ from typing import Any
 from megatron_rc.schema.limits import check_at_least
 
 LEAST_FINISHED = 0.05
-"""Smallest share of finished responses that the detector tells apart: a smaller one counts as this."""
+"""Smallest share of finished responses that the detector tells apart: a smaller one counts as this.
+
+Ours: it bounds the correction of one rollout to a factor of 20, which would be infinite where none has finished.
+"""
 
 _ABSENT_IN_0_1 = {
     **{"withdrawn": 0, "run_in_warmup": False, "before_run": None},
@@ -45,7 +48,7 @@ class SurgeDetector:
     ``warmup`` if it began before that.
 
     Source: the surge before a collapse in Beyond Precision (arXiv 2602.01826), section 4. Among constants without a
-    false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (docs/lr_decay.md).
+    false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (docs/lr_length_decay.md).
     """
 
     fast: float = 0.2

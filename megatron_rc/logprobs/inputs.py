@@ -1,47 +1,59 @@
 """The checked arguments of the fused head, its logits chunk by chunk, and the way of tokens into it and out of it."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import backend_module, debug_checks
+from megatron_rc.backend import debug_checks, use_triton
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
+from megatron_rc.logprobs import backends
+from megatron_rc.logprobs.backends import RowsBackend
 from megatron_rc.logprobs.gradient import check_wide_products, product_into
 from megatron_rc.logprobs.logits import check_rows, shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.logprobs.reference import linear
 from megatron_rc.logprobs.reference.rows import Merged, Rows
 from megatron_rc.settings.head import HeadOptions
 
-# bytes: what one chunk of logits may add to the memory of a step; tokens: every chunk reads and writes the fp32
-# gradient of the weight, which takes as long as its product at 725 tokens (computed for an H200)
+# tokens: every chunk reads and writes the fp32 gradient of the weight, which takes as long as its product at 725 tokens
+# (computed for an H200); bytes: what one chunk of logits may add to the memory of a step
 _LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 4096, 1024, 640 * 2**20
 
 
-class HeadInputs(NamedTuple):
-    """Arguments of both functions of the head."""
+@dataclass(frozen=True, kw_only=True)
+class HeadInputs:
+    """What the functions of the head take besides hidden states [N, H], weight [V_local, H] and targets [N]."""
 
-    hidden: Tensor
-    """[N, H]; with sequence_parallel [N / ranks, H]."""
-    weight: Tensor
-    """[V_local, H]."""
-    targets: Tensor
-    """[N]."""
-    tp_group: Group
-    sequence_parallel: bool
-    temperature: float | Tensor
-    mask: Tensor | None
-    support: Support | None
-    rows: Tensor | None
-    """[M] int64, the rows that count."""
+    tp_group: Group = None
+    """Ranks that share the vocabulary, in the order of their shards; None: this process has all of it."""
+    sequence_parallel: bool = False
+    """hidden has the rows of this rank alone, [N / ranks, H]: it is gathered over tp_group first, and its gradient
+    reduced and scattered."""
+    temperature: float | Tensor = 1.0
+    """> 0, one number or [N] fp32."""
+    mask: Tensor | None = None
+    """[N], any dtype; rows with 0 give logprob 0, entropy 0 and no gradient. The same on every rank."""
+    support: Support | None = None
+    """Distinct kept ids of every row, CSR over N rows."""
+    vocab_size: int | None = None
+    """Global; ids from here on (padding) count as -inf."""
+    rows: Tensor | None = None
+    """[M] int64, ascending: the rows that count; the others cost nothing, and give 0. The same on every rank."""
+    chunk: int | None = None
+    """Tokens whose logits exist at a time, the same on every rank; None: 4096, halved while their logits take more than
+    640 MiB, but not below 1024."""
+    logits_dtype: torch.dtype | None = None
+    """That of hidden (None), or fp32: then the products are not rounded before the softmax."""
 
 
-def check_head(given: HeadInputs, chunk: int | None, logits_dtype: torch.dtype | None) -> None:
+def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, head: HeadInputs) -> None:
     """Refuse hidden states, weights and rows that the head cannot take, and what does not fit them."""
-    hidden, weight, rows = given.hidden, given.weight, given.rows
+    rows = head.rows
     if hidden.dim() != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"hidden must be [N, H] bf16, fp16, fp32 or fp64, got {hidden.dtype} {tuple(hidden.shape)}")
     check_wide_products(hidden.dtype, hidden.device)
@@ -54,11 +66,11 @@ def check_head(given: HeadInputs, chunk: int | None, logits_dtype: torch.dtype |
         raise ValueError(
             f"weight must be {hidden.dtype} on {hidden.device} like hidden, got {weight.dtype} on {weight.device}"
         )
-    if given.sequence_parallel and given.tp_group is None:
+    if head.sequence_parallel and head.tp_group is None:
         raise ValueError("sequence_parallel must be False without a tp_group")
-    ranks = given.tp_group.size() if given.tp_group is not None and given.sequence_parallel else 1
+    ranks = head.tp_group.size() if head.tp_group is not None and head.sequence_parallel else 1
     whole = torch.Size([ranks * len(hidden)])
-    check_rows("hidden", whole, hidden.device, given.targets, given.temperature, given.mask, given.support)
+    check_rows("hidden", whole, hidden.device, targets, head.temperature, head.mask, head.support)
     if rows is not None:
         if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device != hidden.device:
             raise ValueError(
@@ -66,13 +78,12 @@ def check_head(given: HeadInputs, chunk: int | None, logits_dtype: torch.dtype |
             )
         if debug_checks() and len(rows) and ((rows.diff() <= 0).any() or rows[0] < 0 or rows[-1] >= whole[0]):
             raise ValueError(f"rows must ascend within [0, {whole[0]})")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be >= 1, got {chunk!r}")
+    if head.chunk is not None and head.chunk < 1:
+        raise ValueError(f"chunk must be >= 1, got {head.chunk!r}")
     wider = (torch.float32,) if hidden.dtype.itemsize < 4 else ()
-    if logits_dtype not in (None, hidden.dtype, *wider):
-        raise ValueError(
-            f"logits_dtype must be None, {' or '.join(map(str, (hidden.dtype, *wider)))}, got {logits_dtype!r}"
-        )
+    if head.logits_dtype not in (None, hidden.dtype, *wider):
+        allowed = " or ".join(map(str, (hidden.dtype, *wider)))
+        raise ValueError(f"logits_dtype must be None, {allowed}, got {head.logits_dtype!r}")
 
 
 def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -83,14 +94,29 @@ def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
     return chunk
 
 
+class CutBackend(Protocol):
+    """The rows of some tokens, which `reference.linear` and `fused` cut out of those of a batch."""
+
+    def select_rows(self, rows: Rows, index: Tensor) -> Rows: ...
+
+    def cut_rows(self, rows: Rows, spans: Sequence[slice]) -> list[Rows]: ...
+
+
+def computing(backend: str, **tensors: Tensor | None) -> CutBackend:
+    """The backend for these tensors, as `use_triton` chooses it."""
+    if not use_triton(backend, **tensors):
+        return linear
+    from megatron_rc.logprobs import fused
+
+    return fused
+
+
 class ChunkedHead(NamedTuple):
     """How hidden states become log-probs, chunk by chunk: all but the two tensors that have a gradient."""
 
     rows: Rows
-    computed: Any
-    """`rows` of a backend."""
-    cut: Any
-    """`linear_head` of a backend."""
+    computed: RowsBackend
+    cut: CutBackend
     tp_group: Group
     chunk: int
     logits_dtype: torch.dtype
@@ -111,45 +137,39 @@ class ChunkedHead(NamedTuple):
 
 
 def chunked_head(
-    given: HeadInputs,
-    vocab_size: int | None,
-    with_entropy: bool,
-    chunk: int | None,
-    logits_dtype: torch.dtype | None,
-    backend: str,
+    hidden: Tensor, weight: Tensor, targets: Tensor, head: HeadInputs, *, with_entropy: bool, backend: str
 ) -> ChunkedHead:
-    """The head for checked arguments; raises as `linear_logprobs`."""
-    hidden, weight = given.hidden, given.weight
-    check_head(given, chunk, logits_dtype)
-    logits_dtype = logits_dtype or hidden.dtype
-    computed, cut = (backend_module(name, backend, hidden=hidden) for name in ("rows", "linear_head"))
-    widths = shard_widths(len(weight), weight.device, given.tp_group, vocab_size)
-    rows = shard_rows(given.targets, given.temperature, given.mask, given.support, vocab_size, widths, given.tp_group)
-    if given.rows is not None:
-        rows = cut.select_rows(rows, given.rows)
+    """The head for these arguments; raises as `linear_logprobs`."""
+    check_head(hidden, weight, targets, head)
+    logits_dtype, cut = head.logits_dtype or hidden.dtype, computing(backend, hidden=hidden)
+    widths = shard_widths(len(weight), weight.device, head.tp_group, head.vocab_size)
+    rows = shard_rows(targets, head.temperature, head.mask, head.support, head.vocab_size, widths, head.tp_group)
     return ChunkedHead(
-        rows, computed, cut, given.tp_group, chunk or default_chunk(widths, logits_dtype), logits_dtype, with_entropy
+        rows=rows if head.rows is None else cut.select_rows(rows, head.rows),
+        computed=backends.computing(backend, hidden=hidden),
+        cut=cut,
+        tp_group=head.tp_group,
+        chunk=head.chunk or default_chunk(widths, logits_dtype),
+        logits_dtype=logits_dtype,
+        with_entropy=with_entropy,
     )
 
 
 def of_chunks(options: HeadOptions) -> dict[str, Any]:
-    """The settings of a head as the arguments of `linear_logprobs` and `linear_policy_loss`."""
+    """The settings of a head as fields of `HeadInputs`."""
     return {"chunk": options.head_chunk, "logits_dtype": torch.float32 if options.head_logits_dtype else None}
 
 
-def entered(given: HeadInputs) -> Tensor:
+def entered(hidden: Tensor, head: HeadInputs) -> Tensor:
     """[M, H]: the hidden states of the rows that count, whose gradient is summed over the tensor-parallel ranks."""
-    hidden = given.hidden
-    if given.tp_group is not None and not is_alone(given.tp_group):
-        hidden = _Enter.apply(hidden, given.tp_group, given.sequence_parallel)
-    return hidden if given.rows is None else hidden.index_select(0, given.rows)
+    if head.tp_group is not None and not is_alone(head.tp_group):
+        hidden = _Enter.apply(hidden, head.tp_group, head.sequence_parallel)
+    return hidden if head.rows is None else hidden.index_select(0, head.rows)
 
 
-def scattered(values: Tensor, given: HeadInputs) -> Tensor:
-    """[N]: the values of the rows that count, 0 elsewhere."""
-    if given.rows is None:
-        return values
-    return values.new_zeros(given.targets.shape).index_copy(0, given.rows, values)
+def scattered(values: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
+    """[N] like ``like``: the values of the rows that count, 0 elsewhere."""
+    return values if rows is None else values.new_zeros(like.shape).index_copy(0, rows, values)
 
 
 def factor_of(upstream: float | Tensor | None, device: torch.device) -> Tensor | None:

@@ -1,32 +1,41 @@
 """linear_logprobs and linear_policy_loss: log-probs and policy loss of hidden states, whose logits are never kept.
 
-    chunk        logits of a few thousand tokens, one matrix product into one buffer
-    softmax      as in logprobs.py: row statistics, one all-gather of 16 bytes per token, merge
-    gradient     that of the logits, written over them; one product gives dX, another adds to dW
+    def simple_linear_policy_loss(hidden, weight, targets, loss, chunk):
+        total, by_hidden, by_weight = 0, torch.zeros_like(hidden), torch.zeros_like(weight)
+        for first in range(0, len(hidden), chunk):
+            tokens = slice(first, first + chunk)
+            logits = (hidden[tokens] @ weight.T).requires_grad_()  # of one chunk alone: the next one overwrites them
+            logprobs = logits.log_softmax(1).gather(1, targets[tokens, None])[:, 0]
+            part = loss(logprobs, tokens)  # d loss / d log-prob of a token depends on this token alone
+            (gradient,) = torch.autograd.grad(part, logits)
+            by_hidden[tokens] = gradient @ weight
+            by_weight += gradient.T @ hidden[tokens]
+            total += part.detach()
+        return total, by_hidden, by_weight
 
-`linear_logprobs` keeps hidden states and 16 bytes per token, and computes the logits again in backward, for any loss.
-`linear_policy_loss` has all gradients when forward ends, because d loss / d log-prob of a token depends on it alone.
+`linear_policy_loss` does this in forward: all gradients are there when it ends. `linear_logprobs` keeps hidden states
+and 16 bytes per token, and computes the logits again in backward, for any loss. The softmax is that of `logits`: row
+statistics, one all-gather of 16 bytes per token, merge. The gradient of the logits is written over them.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import backend_module, debug_checks
-from megatron_rc.batch import Support
+from megatron_rc.backend import debug_checks
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import Surrogate
 from megatron_rc.logprobs.gradient import WeightGradient, product_into
 from megatron_rc.logprobs.inputs import ChunkedHead, HeadInputs, chunked_head, entered, factor_of, scattered
 from megatron_rc.logprobs.logits import Distribution, distribution_of_rows
 from megatron_rc.logprobs.reference import linear as cut_to_size
 from megatron_rc.logprobs.reference.rows import Merged, Rows
-from megatron_rc.loss.policy_loss import check_loss_arguments, loss_metrics
-from megatron_rc.loss.reference import LossInputs, LossOptions
+from megatron_rc.loss import policy_loss
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.policy_loss import LossBackend, check_loss_arguments, loss_metrics
+from megatron_rc.loss.reference import LossInputs
 
 
 def linear_logprobs(
@@ -34,16 +43,8 @@ def linear_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    support: Support | None = None,
-    vocab_size: int | None = None,
+    head: HeadInputs = HeadInputs(),
     with_entropy: bool = False,
-    rows: Tensor | None = None,
-    chunk: int | None = None,
-    logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(target) of every token, and the entropy of pi, from hidden states and the local shard of the head.
@@ -57,21 +58,11 @@ def linear_logprobs(
     gradient cost none. A second backward, or two calls with one weight, add up as for any other function.
 
     Args:
-        hidden: [N, H], bf16, fp16, fp32 or fp64, what the head takes; with sequence_parallel [N / ranks, H], the rows
-            of this rank.
+        hidden: [N, H], bf16, fp16, fp32 or fp64, what the head takes; with head.sequence_parallel [N / ranks, H].
         weight: [V_local, H], the same dtype, the head without bias; shards may differ in width.
         targets: [N] int64 or int32, global ids.
-        tp_group: ranks that share the vocabulary, in the order of their shards; None: this process has all of it.
-        sequence_parallel: hidden is gathered over tp_group first, and its gradient reduced and scattered.
-        temperature: > 0, one number or [N] fp32.
-        mask: [N], any dtype; rows with 0 give logprob 0, entropy 0 and no gradient. The same on every rank.
-        support: distinct kept ids of every row, CSR over N rows.
-        vocab_size: global; ids from here on (padding) count as -inf.
+        head: temperature, mask, tensor-parallel group, chunk and the like; the fields are explained there.
         with_entropy: return the entropy too.
-        rows: [M] int64, ascending: the rows that count; the others cost nothing, and give 0. The same on every rank.
-        chunk: tokens whose logits exist at a time, the same on every rank; None: 4096, halved while their logits take
-            more than 640 MiB, but not below 1024.
-        logits_dtype: that of hidden (None), or fp32: then the products are not rounded before the softmax.
         backend: "torch", "triton" or "auto", as in vocab_parallel_logprobs. With support, "torch" waits for the device
             once per pass, and once for rows.
 
@@ -82,11 +73,17 @@ def linear_logprobs(
         ValueError: mismatched shapes, dtypes or devices, a weight that is not a plain tensor (fp8, Megatron-FSDP), a
             chunk below 1, and what vocab_parallel_logprobs refuses.
     """
-    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
-    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
-    logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
-    logprobs = scattered(logprobs, given)
-    return (logprobs, scattered(entropy, given)) if with_entropy else logprobs
+    chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
+    logprobs, entropy = _logprobs(hidden, weight, targets, head, chunked)
+    return logprobs if entropy is None else (logprobs, entropy)
+
+
+def _logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, head: HeadInputs, chunked: ChunkedHead
+) -> tuple[Tensor, Tensor | None]:
+    logprobs, entropy = _LinearLogProbs.apply(entered(hidden, head), weight, chunked)
+    logprobs = scattered(logprobs, head.rows, targets)
+    return logprobs, None if entropy is None else scattered(entropy, head.rows, targets)
 
 
 @torch.no_grad()
@@ -95,42 +92,32 @@ def linear_distribution(
     weight: Tensor,
     targets: Tensor,
     *,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    support: Support | None = None,
-    vocab_size: int | None = None,
+    head: HeadInputs = HeadInputs(),
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
-    rows: Tensor | None = None,
-    chunk: int | None = None,
-    logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Distribution:
     """`vocab_parallel_distribution` of the logits hidden @ weight^T, computed one chunk of tokens at a time.
 
     Args:
         with_kept_mass, with_varentropy: compute these two, as in vocab_parallel_distribution.
-        hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, vocab_size, rows, chunk,
-            logits_dtype, backend: as in linear_logprobs.
+        hidden, weight, targets, head, backend: as in linear_logprobs.
 
     Raises:
         ValueError: as linear_logprobs.
     """
-    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
-    head = chunked_head(given, vocab_size, True, chunk, logits_dtype, backend)
+    chunked = chunked_head(hidden, weight, targets, head, with_entropy=True, backend=backend)
     if with_varentropy:
-        # PyTorch computes it, and wants a list of kept ids that is no longer than its rows need
-        head = head._replace(cut=cut_to_size)
+        # PyTorch computes it, which needs the kept ids cut to the rows of the chunk
+        chunked = chunked._replace(cut=cut_to_size)
     parts = [
         distribution_of_rows(
-            logits, own, head.computed, tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
+            logits, own, chunked.computed, head.tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
         )
-        for _, own, logits in head.chunks(entered(given), weight)
+        for _, own, logits in chunked.chunks(entered(hidden, head), weight)
     ]
     joined = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
-    return Distribution(*(None if values is None else scattered(values, given) for values in joined))  # type: ignore[arg-type]
+    return Distribution(*(None if values is None else scattered(values, head.rows, targets) for values in joined))  # type: ignore[arg-type]
 
 
 class LinearPolicyLoss(NamedTuple):
@@ -154,23 +141,10 @@ def linear_policy_loss(
     corrected: Corrected,
     *,
     scale: Tensor,
-    surrogate: Surrogate = "ppo",
-    clip_lower: float = 0.2,
-    clip_upper: float = 0.28,
-    dual_clip: float | None = None,
     reference_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    support: Support | None = None,
-    vocab_size: int | None = None,
+    options: LossOptions = LossOptions(),
+    head: HeadInputs = HeadInputs(),
     with_entropy: bool = False,
-    rows: Tensor | None = None,
-    chunk: int | None = None,
-    logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
     upstream: float | Tensor | None = None,
 ) -> LinearPolicyLoss:
@@ -188,48 +162,42 @@ def linear_policy_loss(
     that comes later.
 
     Args:
-        hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, vocab_size, rows, chunk,
-            logits_dtype, backend: as in linear_logprobs.
-        old_logprobs, advantages, corrected, scale, surrogate, clip_lower, clip_upper, dual_clip, reference_logprobs,
-            kl_coef, entropy_coef: as in policy_loss, [N] each; scale is 0 outside of rows.
-        with_entropy: return the entropy and its metric; needed for entropy_coef.
+        hidden, weight, targets, head, backend: as in linear_logprobs.
+        old_logprobs, advantages, corrected, scale, reference_logprobs, options: as in policy_loss, [N] each; scale is 0
+            outside of head.rows.
+        with_entropy: return the entropy and its metric; needed for options.entropy_coef.
         upstream: 0-d or a number, as above.
 
     Raises:
         ValueError: as linear_logprobs and policy_loss; entropy_coef without with_entropy, fp16 without upstream; under
             set_debug_checks(True) also a gradient in backward that is not upstream, a scale outside of rows.
     """
-    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
-    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
-    if entropy_coef and not with_entropy:
-        raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
-    # targets are placeholders for the log-probs and the entropy, which have the same shape
-    weights, kept, entropies = corrected.weights, corrected.mask, targets if with_entropy else None
-    inputs = LossInputs(targets, old_logprobs, advantages, weights, kept, scale, reference_logprobs, entropies)
-    options = LossOptions(
-        surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
-    )
-    check_loss_arguments(inputs, options, corrected.correction, "targets")
-    if debug_checks() and rows is not None and scale.index_fill(0, rows, 0).any():
+    chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
+    if options.entropy_coef and not with_entropy:
+        raise ValueError(f"with_entropy must be True when entropy_coef is {options.entropy_coef!r}")
+    inputs = LossInputs.of(old_logprobs, advantages, corrected, scale, reference_logprobs)
+    # the log-probs will have the shape of the targets
+    check_loss_arguments(inputs, options, corrected.correction, targets, "targets")
+    if debug_checks() and head.rows is not None and scale.index_fill(0, head.rows, 0).any():
         raise ValueError("scale must be 0 outside of rows, whose log-probs are not computed")
+    has = {"kl": reference_logprobs is not None, "entropy": with_entropy}
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         # autograd.Function does not say that gradients are off, and main_grad must stay as it is
-        logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
-        logprobs, entropy = scattered(logprobs, given), None if entropy is None else scattered(entropy, given)
-        inputs = inputs._replace(current=logprobs, entropy=entropy)
-        computed = backend_module("policy_loss", backend, **inputs.named())
-        loss, totals = computed.policy_loss(inputs, options)
-        return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), logprobs, entropy)
+        logprobs, entropy = _logprobs(hidden, weight, targets, head, chunked)
+        computed = policy_loss.computing(backend, current_logprobs=logprobs, entropy=entropy, **inputs.named())
+        loss, totals = computed.policy_loss(logprobs, entropy, inputs, options)
+        return LinearPolicyLoss(loss, loss_metrics(options, totals, **has), logprobs, entropy)
     if hidden.dtype == torch.float16 and upstream is None:
         raise ValueError("upstream must be given for fp16 hidden states: the loss scale must multiply before rounding")
-    computed = backend_module("policy_loss", backend, hidden=hidden, **inputs.named())
-    if rows is not None:
-        inputs = inputs.of_tokens(rows)
+    computed = policy_loss.computing(backend, hidden=hidden, **inputs.named())
+    if head.rows is not None:
+        inputs = inputs.of_tokens(head.rows)
     loss, totals, logprobs, entropy = _LinearPolicyLoss.apply(
-        entered(given), weight, head, inputs, options, computed, factor_of(upstream, hidden.device)
+        entered(hidden, head), weight, chunked, inputs, options, computed, factor_of(upstream, hidden.device)
     )
-    entropy = None if entropy is None else scattered(entropy, given)
-    return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), scattered(logprobs, given), entropy)
+    logprobs = scattered(logprobs, head.rows, targets)
+    entropy = None if entropy is None else scattered(entropy, head.rows, targets)
+    return LinearPolicyLoss(loss, loss_metrics(options, totals, **has), logprobs, entropy)
 
 
 class _Gradients:
@@ -297,7 +265,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         head: ChunkedHead,
         inputs: LossInputs,
         options: LossOptions,
-        computed: Any,
+        computed: LossBackend,
         upstream: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         by_hidden, by_weight, *_ = ctx.needs_input_grad
@@ -307,10 +275,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
         parts, totals = list[Merged](), list[Tensor]()
         for span, rows, logits in head.chunks(hidden, weight):
             merged = head.softmax(logits, rows)
-            own = inputs.of_tokens(span)
-            own = own._replace(current=merged.logprobs, entropy=merged.entropy if head.with_entropy else None)
-            total, by_logprobs, by_entropy = computed.policy_loss_gradient(own, options, factor)
-            gradients.add(span, rows, logits, merged, by_logprobs, by_entropy)
+            entropy, own = merged.entropy if head.with_entropy else None, inputs.of_tokens(span)
+            total, *by_outputs = computed.policy_loss_gradient(merged.logprobs, entropy, own, options, factor)
+            gradients.add(span, rows, logits, merged, *by_outputs)
             parts.append(merged)
             totals.append(total)
         merged, sums = _joined(parts), torch.stack(totals).sum(0)

@@ -5,7 +5,7 @@
     merge        every rank joins all shards in rank order, to the same bits: logprob, entropy, max, log sum
     gradient     backward reads the logits once more and writes their gradient; it communicates nothing
 
-`reference.rows` and `fused.rows` compute the first, third and fourth step; the gather and autograd are here.
+`reference.rows` and `fused` compute the first, third and fourth step; the gather and autograd are here.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import backend_module, debug_checks
+from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into
 from megatron_rc.correction.inputs import check_same_on_ranks, check_shape
+from megatron_rc.logprobs.backends import RowsBackend, computing
 from megatron_rc.logprobs.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
@@ -87,7 +88,7 @@ def vocab_parallel_logprobs(
     expanded = (size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
     if inplace_backward and any(expanded):
         raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
-    computed = backend_module("rows", backend, logits=logits)
+    computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
     logprobs, entropy = _LogProbs.apply(logits, rows, computed, tp_group, with_entropy, inplace_backward)
@@ -136,7 +137,7 @@ def vocab_parallel_distribution(
         ValueError: as `vocab_parallel_logprobs`.
     """
     _check_arguments(logits, targets, temperature, mask, support)
-    computed = backend_module("rows", backend, logits=logits)
+    computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
     return distribution_of_rows(
@@ -145,9 +146,15 @@ def vocab_parallel_distribution(
 
 
 def distribution_of_rows(
-    logits: Tensor, rows: Rows, computed: Any, tp_group: Group, *, with_kept_mass: bool, with_varentropy: bool
+    logits: Tensor,
+    rows: Rows,
+    computed: RowsBackend,
+    tp_group: Group,
+    *,
+    with_kept_mass: bool,
+    with_varentropy: bool,
 ) -> Distribution:
-    """What the softmax of every row over all shards says; ``computed`` is `rows` of a backend."""
+    """What the softmax of every row over all shards says."""
     populations = [rows]
     if rows.ids is not None and with_kept_mass:
         populations.append(rows._replace(ids=None, offsets=None))
@@ -176,7 +183,13 @@ def distribution_of_rows(
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: Rows, computed: Any, tp_group: Group, with_entropy: bool, inplace_backward: bool
+        ctx: Any,
+        logits: Tensor,
+        rows: Rows,
+        computed: RowsBackend,
+        tp_group: Group,
+        with_entropy: bool,
+        inplace_backward: bool,
     ) -> tuple[Tensor, Tensor | None]:
         merged = softmax_of_rows(logits, rows, computed, tp_group, with_entropy=with_entropy)
         per_row = rows.temperature if isinstance(rows.temperature, Tensor) else None
@@ -204,14 +217,14 @@ class _LogProbs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def softmax_of_rows(logits: Tensor, rows: Rows, computed: Any, tp_group: Group, *, with_entropy: bool) -> Merged:
+def softmax_of_rows(
+    logits: Tensor, rows: Rows, computed: RowsBackend, tp_group: Group, *, with_entropy: bool
+) -> Merged:
     """Softmax of every row over all shards, with one all-gather where there are several."""
     if tp_group is None or tp_group.size() == 1:
-        one_shard: Merged = computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
-        return one_shard
+        return computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
     gathered = gather_statistics(computed.shard_statistics(logits, rows, with_entropy=with_entropy), tp_group)
-    merged: Merged = computed.merge_shards(gathered, rows, with_entropy=with_entropy)
-    return merged
+    return computed.merge_shards(gathered, rows, with_entropy=with_entropy)
 
 
 def shard_rows(

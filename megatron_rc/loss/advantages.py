@@ -6,6 +6,7 @@ Settings read the names of the estimators from here, without torch: only the fun
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -121,5 +122,14 @@ class _Groups(NamedTuple):
         return self.reduce(values.double(), "sum")
 
 
-ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
-"""Maps each value of the setting loss.advantage to its function of (rewards [S], groups [S])."""
+class Advantage(NamedTuple):
+    sentence: str
+    compute: Callable[[Tensor, Tensor], Tensor]
+    """(rewards [S], groups [S]) -> [S] fp32."""
+
+
+ADVANTAGES = {
+    "rloo": Advantage("reward minus the mean of the others of its prompt (REINFORCE leave-one-out).", rloo_advantages),
+    "grpo": Advantage("reward minus the mean of its prompt, over their standard deviation.", grpo_advantages),
+}
+"""Estimators by the names of the setting loss.advantage; both need several samples per prompt."""

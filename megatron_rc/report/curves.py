@@ -56,8 +56,7 @@ def marks(records: Sequence[Record]) -> list[Mark]:
     shown = [Mark(int(surges[-1]), "early surge" if _is_early(rl) else "surge")] if surges else []
     before = 1.0
     for record in rl:
-        halves = value_of(record, panels.GATE_HALVINGS) is not None
-        scale = value_of(record, panels.GATE_SCALE if halves else panels.LR_SCALE)
+        scale = None if value_of(record, panels.HALVES) is None else value_of(record, panels.LR_FACTOR)
         if scale is not None and scale < before:
             shown.append(Mark(int(record["step"]), f"×{scale:.3g}"))
         before = before if scale is None else scale

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.files import replace_text
+from megatron_rc.learning_rate.rule import EARLIER
+from megatron_rc.learning_rate.scale import PREFIX
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warmup", "rl")
 """In the order in which a job runs them; each phase counts its own steps."""
+_EARLIER = tuple(f"{name}/" for name, _ in EARLIER.values())
+"""In front of the metrics of learning-rate rules in version 0.1, each rule with a prefix of its own."""
 
 
 class MetricsLog:
@@ -75,6 +79,8 @@ class MetricsLog:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a metrics.jsonl, or of the one in a folder; a last line that a crash has torn is left out.
 
+    Metrics that version 0.1 wrote have their names of today.
+
     Raises ValueError for a file that is not there, and for an earlier line that is not a JSON object.
     """
     file = Path(path)
@@ -94,8 +100,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if number == len(lines) - 1:
                 break
             raise ValueError(f"{file} line {number} is not a JSON object")
-        records.append(record)
+        records.append({_current(name): value for name, value in record.items()})
     return records
+
+
+def _current(name: str) -> str:
+    return f"{PREFIX}{name.partition('/')[2]}" if name.startswith(_EARLIER) else name
 
 
 def _position(record: Mapping[str, Any]) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from megatron_rc.correction.sums import LAG_BINS
+from megatron_rc.learning_rate.rule import RULES
+from megatron_rc.learning_rate.scale import PREFIX
 
 
 class Curve(NamedTuple):
@@ -69,12 +71,11 @@ LENGTH = Curve("response length", ("response_length/mean", "old/response_length"
 K3, ESS, MASKED = _against_sampler({"k3": "k3", "ESS": "ess_token", "masked": "masked_token"})
 GRAD_NORM = Curve("gradient norm", ("grad_norm",))
 LEARNING_RATE = Curve("learning rate", ("lr",))
-LR_SCALE = Curve("length-decay scale", ("lr_decay/scale",))
-GATE_SCALE = Curve("scale by mismatch", ("lr_gate/scale",))
-GATE_HALVINGS = Curve("halvings by mismatch", ("lr_gate/halvings",))
-SURGE_STEP = Curve("surge step", ("lr_decay/surge_step",))
-SURGE_IN_WARMUP = Curve("surge in the warm-up", ("lr_decay/surge_in_warmup",))
-DECAY_PERIOD = Curve("decay period", ("lr_decay/period",))
+LR_FACTOR = Curve("factor", (f"{PREFIX}scale",))
+HALVES = Curve("factor that never grows again", tuple(f"{PREFIX}{rule.halves}" for rule in RULES.values()))
+SURGE_STEP = Curve("surge step", (f"{PREFIX}surge_step",))
+SURGE_IN_WARMUP = Curve("surge in the warm-up", (f"{PREFIX}surge_in_warmup",))
+DECAY_PERIOD = Curve("decay period", (f"{PREFIX}period",))
 THROUGHPUT = Curve("tokens/s", ("tokens_per_second",))
 CROSS_ENTROPY = Curve("cross-entropy", ("cross_entropy",))
 STEP_SECONDS = Curve("step", ("time/step_s",))
@@ -196,7 +197,9 @@ PANELS = (
         "both near 0; where one is near 0 and the other large, the first is the bottleneck.", noisy=True,
     ),
     Panel(
-        "Learning-rate gate", "factor, and its signal", (GATE_SCALE, Curve("signal", ("lr_gate/signal",))),
+        "Learning-rate rule", "factor, and its signal",
+        (LR_FACTOR, *(Curve(metric.curve, (f"{PREFIX}{name}",)) for rule in RULES.values()
+                      for name, metric in rule.metrics.items() if metric.curve)),
         "Factor on the scheduled learning rate, and the signal of the rollout that decided it.",
         "the factor stays at 1; a long stay below it means that the correction leaves too little of each batch.",
         logarithmic=True,

@@ -16,7 +16,8 @@ def from_dict(cls: type[T], data: Any, *, assignments: typing.Iterable[str] = ()
     """Build the dataclass ``cls`` from nested dictionaries.
 
     A dataclass with a classmethod ``expand`` may be written in a shorter form: it turns what was written into the
-    mapping of its fields.
+    mapping of its fields. Where a field is one of several dataclasses, the first field of each, by its default, is the
+    name that chooses it; that name alone takes all defaults.
 
     Args:
         data: a mapping whose keys are field names; nested dataclasses take nested mappings.
@@ -26,13 +27,17 @@ def from_dict(cls: type[T], data: Any, *, assignments: typing.Iterable[str] = ()
     Raises:
         ValueError: one sentence naming the dotted field, what was found and what was expected.
     """
-    import pydantic
-
     if assignments := list(assignments):
         data = copy.deepcopy(data)
         for assignment in assignments:
-            set_field(data, assignment)
-    data = _expanded(cls, data, where)
+            set_field(data, assignment, cls)
+    return _built(cls, data, where)
+
+
+def _built(cls: type[T], data: Any, where: str, of: str = "") -> T:
+    import pydantic
+
+    data = _expanded(cls, data, where, of)
     try:
         validated: T = _adapter(typing.cast(Any, cls)).validate_python(data)
         return validated
@@ -100,6 +105,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        # another rule has other fields, so it replaces the whole mapping
+        both = both and value.get("rule") in (None, base[key].get("rule"))
         merged[key] = _merged(base[key], value) if both else value
     return merged
 
@@ -112,10 +119,10 @@ def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def set_field(data: dict[str, Any], assignment: str) -> None:
-    """Apply ``a.b.c=value`` (value read as YAML) to nested dictionaries in place.
+def set_field(data: dict[str, Any], assignment: str, cls: Any) -> None:
+    """Apply ``a.b.c=value`` (value read as YAML) in place to nested dictionaries, which hold fields of ``cls``.
 
-    Text where a mapping is needed names a preset, which ``value`` then changes.
+    Text where a mapping is needed names a preset or a choice, which ``value`` then changes.
     """
     import yaml
 
@@ -124,9 +131,10 @@ def set_field(data: dict[str, Any], assignment: str) -> None:
         raise ValueError(f"--set takes key=value, got {assignment!r}")
     *parents, leaf = path.strip().split(".")
     for key in parents:
+        cls = typing.get_type_hints(cls).get(key) if dataclasses.is_dataclass(cls) else None
         found = data.get(key)
         if not isinstance(found, dict):
-            data[key] = {"preset": found} if isinstance(found, str) else {}
+            data[key] = {_choices(cls)[0] or "preset": found} if isinstance(found, str) else {}
         data = data[key]
     data[leaf] = yaml.safe_load(value)
 
@@ -139,8 +147,32 @@ def nearest(name: str, known: typing.Iterable[str], *, otherwise: str | None = N
     return f"; known: {', '.join(known)}" if otherwise is None else otherwise
 
 
-def _expanded(cls: Any, data: Any, where: str) -> Any:
+def _choices(hint: Any) -> tuple[str, dict[str, Any]]:
+    """The field that chooses between dataclasses, and its value for each; "" and {} where ``hint`` has only one."""
+    options = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
+    if len(options) < 2:
+        return "", {}
+    field = dataclasses.fields(options[0])[0].name
+    return field, {str(dataclasses.fields(option)[0].default): option for option in options}
+
+
+def _chosen(field: str, choices: dict[str, Any], data: Any, where: str) -> Any:
+    """The dataclass that ``data`` chooses."""
+    if data is None or dataclasses.is_dataclass(data):
+        return data
+    fields = data if isinstance(data, dict) else {field: data}
+    name = fields.get(field)
+    if not isinstance(name, str) or name not in choices:
+        problem = f"unknown {field} {name!r}" if field in fields else f"the field {field} is missing"
+        raise ValueError(f"{where}: {problem}{nearest(str(name), choices)}")
+    return _built(choices[name], fields, where, f" of {field} {name!r}")
+
+
+def _expanded(cls: Any, data: Any, where: str, of: str = "") -> Any:
     """``data`` with every shorter form written out; refuses keys that no dataclass has."""
+    field, choices = _choices(cls)
+    if choices:
+        return _chosen(field, choices, data, where)
     for option in typing.get_args(cls):
         data = _expanded(option, data, where)
         if isinstance(data, list | tuple):
@@ -155,7 +187,7 @@ def _expanded(cls: Any, data: Any, where: str) -> Any:
     for key, value in data.items():
         name = f"{where}.{key}" if where else str(key)
         if key not in hints:
-            raise ValueError(f"unknown field {name!r}{nearest(key, hints)}")
+            raise ValueError(f"unknown field {name!r}{of}{nearest(key, hints)}")
         fields[key] = _expanded(hints[key], value, name)
     return fields
 

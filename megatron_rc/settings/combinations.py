@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.weight import MODES
+from megatron_rc.loss.options import check_surrogate
 from megatron_rc.settings.dump import COMPUTED_ON_DEMAND
 from megatron_rc.settings.job import JobSettings
 
@@ -28,7 +29,7 @@ class Combination(NamedTuple):
 def check(job: JobSettings, *, every_step: bool = True, ranks: int = 1) -> None:
     """Raise ValueError for settings that cannot act together, or at all, in a job that starts this way."""
     start = Start(every_step, ranks)
-    job.correction.check_surrogate(job.loss.surrogate)
+    check_surrogate(job.loss.surrogate, job.correction)
     if job.correction.old != "recompute":
         job.correction.check_one_micro_batch(f"a job whose correction.old is {job.correction.old!r}")
     for combination in COMBINATIONS:

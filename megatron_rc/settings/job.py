@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
 from megatron_rc.settings.cluster import ClusterSettings
 from megatron_rc.settings.dump import DumpSettings
 from megatron_rc.settings.log import LogSettings
@@ -33,7 +32,7 @@ class TaskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings(CurrentNames, HasLRRule):
+class JobSettings(CurrentNames):
     name: str = "run"
     """Title of the display and the report."""
     output: str = "runs/run"
@@ -48,15 +47,14 @@ class JobSettings(CurrentNames, HasLRRule):
     loss: LossSettings = field(default_factory=LossSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    lr_decay: LengthDecaySettings | None = None
-    """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
-    lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, instead of lr_decay; `{}` takes all its defaults, null has none."""
+    lr_rule: AnyRuleSettings | None = None
+    """Rule that scales the learning rate on top of train.lr and its schedule; its name takes all its defaults, a
+    mapping with the key `rule` sets its fields, null has none."""
     log: LogSettings = field(default_factory=LogSettings)
     dump: DumpSettings = field(default_factory=DumpSettings)
 
     def __post_init__(self) -> None:
-        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        check_lr_rule(self.lr_rule, self.correction)
 
     @property
     def fresh(self) -> bool:

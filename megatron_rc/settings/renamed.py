@@ -42,6 +42,10 @@ RENAMED = (
     Renamed("rollout.replay_path", "recorded_path"),
     Renamed("rollout.staleness", "lag"),
     Renamed("rollout.sglang.max_staleness", "max_lag"),
+    Renamed("lr_gate.rule", "action"),
+    Renamed("lr_decay", "lr_rule", constant=("rule", "length_decay")),
+    Renamed("lr_gate", "lr_rule", constant=("rule", "mismatch")),
+    Renamed("lr_decay_start", "lr_rule_start"),
 )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.correction.measured_upper import FIRST
 from megatron_rc.files import read_json, replace_folder
+from megatron_rc.learning_rate.rule import EARLIER, earlier_state
 from megatron_rc.training.policy import Policy
 
 STATE = "state.json"
@@ -33,10 +34,8 @@ class Progress:
     cursor: int = 0
     """Prompts of the training stream that reinforcement learning has used."""
     weight_version: int = 0
-    lr_decay: dict[str, Any] | None = None
-    """State of the length-decay learning rate after the finished steps; None when the job has none."""
-    lr_gate: dict[str, Any] | None = None
-    """The same of the learning rate by mismatch."""
+    lr_rule: dict[str, Any] | None = None
+    """Name and state of the learning-rate rule after the finished steps; None when the job has none."""
     measured_upper: float = FIRST
     """The bound C with the least error on the last rollout, for a weight with upper "measured"."""
 
@@ -85,7 +84,10 @@ def newest(folder: Path) -> Path | None:
 
 
 def read_progress(path: Path) -> Progress:
-    return Progress(**read_json(path / STATE)["progress"])
+    """The position that a checkpoint holds, also one of version 0.1."""
+    saved = read_json(path / STATE)["progress"]
+    earlier = {name: saved.pop(name, None) for name, _ in EARLIER.values()}
+    return Progress(**{"lr_rule": earlier_state(earlier), **saved})
 
 
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.batch import Support, TokenBatch
 from megatron_rc.logprobs.gradient import check_wide_products
-from megatron_rc.logprobs.inputs import of_chunks
+from megatron_rc.logprobs.inputs import HeadInputs, of_chunks
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
 from megatron_rc.loss.policy_loss import PolicyLoss
@@ -35,7 +35,7 @@ class Head(ABC):
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
         self._tensor, self._backend = tensor, backend
-        self._common: dict[str, Any] = {"tp_group": tensor, "vocab_size": vocab_size, "backend": backend}
+        self._vocabulary: dict[str, Any] = {"tp_group": tensor, "vocab_size": vocab_size}
 
     @abstractmethod
     def answering(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -103,7 +103,8 @@ class LogitsHead(Head):
 
     def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
         logits = answer.squeeze(0)
-        return {"logits": logits, **self._common, **_of_rows(micro.batch, len(logits))}
+        targets, of_rows = _rows(micro.batch, len(logits))
+        return {"logits": logits, "targets": targets, "backend": self._backend, **self._vocabulary, **of_rows}
 
 
 class LinearHead(Head):
@@ -113,7 +114,7 @@ class LinearHead(Head):
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str, options: HeadOptions) -> None:
         super().__init__(tensor, vocab_size, backend)
-        self._common |= of_chunks(options)
+        self._of_chunks = of_chunks(options)
         self._of_model: OutputHead | None = None
 
     @contextmanager
@@ -128,20 +129,23 @@ class LinearHead(Head):
         self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
     ) -> tuple[PolicyLoss, Tensor]:
         arguments = self._arguments(answer, micro)
-        of_loss = terms.padded(len(arguments["targets"])).arguments()
+        of_loss = terms.padded(len(arguments["targets"]))._asdict()
         result = linear_policy_loss(**arguments, **of_loss, with_entropy=terms.with_entropy, upstream=upstream)
         return PolicyLoss(result.loss, result.metrics), result.logprobs[: micro.batch.num_tokens]
 
     def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
         assert self._of_model is not None
-        head, hidden = self._of_model, answer.squeeze(0)
-        ranks = dist.get_world_size(self._tensor) if head.sequence_parallel else 1
-        of_head = {"hidden": hidden, "weight": head.weight, "sequence_parallel": head.sequence_parallel}
-        return of_head | self._common | {"rows": micro.loss_rows} | _of_rows(micro.batch, ranks * len(hidden))
+        hidden, parallel = answer.squeeze(0), self._of_model.sequence_parallel
+        targets, of_rows = _rows(micro.batch, len(hidden) * (dist.get_world_size(self._tensor) if parallel else 1))
+        head = HeadInputs(
+            sequence_parallel=parallel, rows=micro.loss_rows, **self._vocabulary, **self._of_chunks, **of_rows
+        )
+        weight = self._of_model.weight
+        return {"hidden": hidden, "weight": weight, "targets": targets, "head": head, "backend": self._backend}
 
 
-def _of_rows(batch: TokenBatch, rows: int) -> dict[str, Any]:
-    """What a batch knows of its rows, and of rows behind them that do not count.
+def _rows(batch: TokenBatch, rows: int) -> tuple[Tensor, dict[str, Any]]:
+    """Targets of a batch, and arguments with a value per row, padded by rows that do not count.
 
     It is padded to the rows of the answer because a slice of logits would get its gradient in new memory, and that
     would be copied to new memory again.
@@ -151,7 +155,7 @@ def _of_rows(batch: TokenBatch, rows: int) -> dict[str, Any]:
         targets, mask = F.pad(targets, (0, short)), F.pad(mask, (0, short))
         if support is not None:
             support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
-    return {"targets": targets, "mask": mask, "support": support, "temperature": batch.sampling.temperature}
+    return targets, {"mask": mask, "support": support, "temperature": batch.sampling.temperature}
 
 
 def head_of(options: HeadOptions, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> Head:

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.learning_rate.rule import LRScale, Signals
+from megatron_rc.learning_rate.rule import resume, state_of
+from megatron_rc.learning_rate.scale import LRScale, Signals
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
@@ -21,7 +22,7 @@ from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.sampling_weights import SamplingWeights
-from megatron_rc.training.step.reinforce import StepResult, reinforce_step
+from megatron_rc.training.step.reinforce import StepResult, StepSettings, StepState, reinforce_step
 from megatron_rc.training.step.routing import Routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
@@ -121,9 +122,7 @@ class Job:
             return
         rule = self.lr_rule = self.settings.lr_rule.build(train.lr)
         rule.attach(policy.scheduler)
-        state = getattr(progress, rule.metrics_prefix)
-        if state is not None:
-            rule.load_state_dict(state)
+        if resume(rule, progress.lr_rule):
             return
         for _ in range(progress.step):  # the job had no such rule so far: these rollouts count, unmeasured
             rule.begin(Signals())
@@ -169,9 +168,9 @@ class Job:
                     self._save()
                 raise
             self.progress.step += 1
-            self.progress.lr_decay = self.progress.lr_gate = None
+            self.progress.lr_rule = None
             if self.lr_rule is not None:
-                setattr(self.progress, self.lr_rule.metrics_prefix, self.lr_rule.state_dict())
+                self.progress.lr_rule = state_of(self.lr_rule)
                 for sentence in self.lr_rule.news:
                     self.observers.message(f"step {self.progress.step}: {sentence}")
             measured = result.metrics.get("old/measured_upper", math.nan)
@@ -232,18 +231,22 @@ class Job:
         result = reinforce_step(
             self.policy,
             batch,
-            correction=self.settings.correction,
-            loss=self.settings.loss,
-            train=train,
-            max_nonfinite_share=rollout.max_nonfinite_share,
-            step=self.progress.step,
-            version=self.progress.weight_version,
-            sampling_weights=self.sampling_weights,
-            measured_upper=self.progress.measured_upper,
-            lr_rule=self.lr_rule,
-            routing=self.routing,
-            with_kept_mass=self.settings.dump.kept_mass,
-            with_varentropy=self.settings.dump.varentropy,
+            StepSettings(
+                correction=self.settings.correction,
+                loss=self.settings.loss,
+                train=train,
+                max_nonfinite_share=rollout.max_nonfinite_share,
+                with_kept_mass=self.settings.dump.kept_mass,
+                with_varentropy=self.settings.dump.varentropy,
+            ),
+            StepState(
+                step=self.progress.step,
+                version=self.progress.weight_version,
+                sampling_weights=self.sampling_weights,
+                measured_upper=self.progress.measured_upper,
+                lr_rule=self.lr_rule,
+                routing=self.routing,
+            ),
             check=self.queue.check if self.queue else lambda: None,
             on_update=lambda: self.observers.advance(1),
         )

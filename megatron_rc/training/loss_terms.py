@@ -1,20 +1,20 @@
 """What the policy loss of a micro-batch needs besides the output of the model."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
+from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
-from megatron_rc.settings.loss import LossSettings
 
 
 class LossTerms(NamedTuple):
-    """[n] tensors of a micro-batch, and the settings of its loss."""
+    """Arguments that `policy_loss` and `linear_policy_loss` have in common, [n] of a micro-batch."""
 
-    settings: LossSettings
+    options: LossOptions
     old_logprobs: Tensor | None
     advantages: Tensor
     corrected: Corrected
@@ -23,17 +23,11 @@ class LossTerms(NamedTuple):
 
     @property
     def with_entropy(self) -> bool:
-        return self.settings.entropy_coef != 0
-
-    def arguments(self) -> dict[str, Any]:
-        """Those that `policy_loss` and `linear_policy_loss` have in common."""
-        tensors = {name: value for name, value in self._asdict().items() if name != "settings"}
-        options = ("surrogate", "clip_lower", "clip_upper", "dual_clip", "kl_coef", "entropy_coef")
-        return tensors | {name: getattr(self.settings, name) for name in options}
+        return self.options.entropy_coef != 0
 
     def loss_of(self, current: Tensor, entropy: Tensor | None, backend: str) -> PolicyLoss:
         """The loss of log-probs and entropies, [n] fp32, nats, with gradient."""
-        return policy_loss(current, entropy=entropy, backend=backend, **self.arguments())
+        return policy_loss(current, entropy=entropy, backend=backend, **self._asdict())
 
     def padded(self, rows: int) -> "LossTerms":
         """[rows]: these, and behind them rows that do not count."""

@@ -4,12 +4,20 @@
 all of them.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from megatron_rc.learning_rate.rule import OF_EVERY_RULE, RULES
+from megatron_rc.learning_rate.scale import PREFIX, RuleMetric
 
 
 class JobMetric(NamedTuple):
     unit: str
     meaning: str
+
+
+def _of_rule(metrics: Mapping[str, RuleMetric]) -> dict[str, JobMetric]:
+    return {f"{PREFIX}{name}": JobMetric(metric.unit, metric.meaning) for name, metric in metrics.items()}
 
 
 _ACCURACY = JobMetric("reward", "mean reward on the held-out prompts")
@@ -49,22 +57,8 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "updates": JobMetric("steps", "optimizer steps of this rollout; 0 if all groups have equal rewards"),
         "skipped_updates": JobMetric("steps", "optimizer steps that were skipped for a gradient that is not finite"),
     },
-    "Length-decay learning rate": {
-        "lr_decay/scale": JobMetric("", "factor on the scheduled learning rate"),
-        "lr_decay/length_ratio": JobMetric("", "fast over slow geometric mean of the response lengths"),
-        "lr_decay/surge_step": JobMetric("rollout", "rollout at which the length surged; once that is confirmed"),
-        "lr_decay/surge_in_warmup": JobMetric("0 or 1", "1 if that surge began during the detector's warm-up"),
-        "lr_decay/alarm": JobMetric("0 or 1", "1 while an alarm is neither confirmed as a surge nor withdrawn"),
-        "lr_decay/withdrawn": JobMetric("alarms", "alarms that were withdrawn because the lengths came back"),
-        "lr_decay/period": JobMetric("rollouts", "rollouts between two cuts; once it is known"),
-        "lr_decay/unmeasured": JobMetric("rollouts", "rollouts without a measured length"),
-    },
-    "Learning rate by mismatch": {
-        "lr_gate/scale": JobMetric("", "factor on the scheduled learning rate"),
-        "lr_gate/signal": JobMetric("", "the signal that decided it; where it was measured"),
-        "lr_gate/halvings": JobMetric("", "how often the learning rate was halved; with rule halve"),
-        "lr_gate/unmeasured": JobMetric("rollouts", "rollouts without a measured signal"),
-    },
+    "Learning-rate rules": _of_rule(OF_EVERY_RULE),
+    **{rule.title: _of_rule(rule.metrics) for rule in RULES.values()},
     "Replay of routes": {
         "replay/share": JobMetric("share", "rows whose experts were replayed"),
         "replay/disagreement": JobMetric("share", "replayed decisions in which the router would take other experts"),

@@ -15,7 +15,7 @@ import pytest
 from refusals import Ended, run
 
 from megatron_rc.analyze import output
-from megatron_rc.analyze.gate import Outcome
+from megatron_rc.analyze.conditions import Outcome
 
 RESPONSES, LENGTH = 24, 30
 
@@ -76,12 +76,18 @@ def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        ("--gate", "speed<1"), ("--gate", "k3<fast"), ("--gate", "k3"), ("--gate", "RC2=some"), ("--gate", ","),
-        ("--gate", "z_W<4"), ("--select", "RC999"), ("--ignore", "203"),
+        ("--require", "speed<1"), ("--require", "k3<fast"), ("--require", "k3"), ("--require", "RC2=some"),
+        ("--require", ","), ("--require", "z_W<4"), ("--select", "RC999"), ("--ignore", "203"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path) -> None:
-    assert (ended := analyze(dump(tmp_path), *options, "--gate-format", "junit")).is_refusal(), ended
+    assert (ended := analyze(dump(tmp_path), *options, "--require-format", "junit")).is_refusal(), ended
+
+
+@pytest.mark.parametrize("options", [("--gate", "k3<1"), ("--gate-format", "junit")])
+def test_the_earlier_name_of_a_condition_is_refused_with_its_new_name(options: tuple[str, str], tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path), *options)
+    assert ended.is_refusal() and "called --require and --require-format" in ended.stderr, ended
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -124,15 +130,15 @@ def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path) -> No
     assert ended.status == 0 and found["honesty"]["exact"] == 1
 
 
-def test_the_exit_status_says_whether_the_gate_holds(tmp_path: Path) -> None:
+def test_the_exit_status_says_whether_the_conditions_hold(tmp_path: Path) -> None:
     path = dump(tmp_path)
-    assert analyze(path, "--gate", "k3<1e-2, damaged<=0").status == 0
-    ended = analyze(path, "--gate", "k3<1e-2, k3<1e-9")
+    assert analyze(path, "--require", "k3<1e-2, damaged<=0").status == 0
+    ended = analyze(path, "--require", "k3<1e-2, k3<1e-9")
     assert ended.status == 1 and "fails k3<1e-9" in ended.stdout
 
 
 def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:
-    ended = analyze(dump(tmp_path), "--gate", "k3<1e-9, k3<1", "--gate-format", "junit")
+    ended = analyze(dump(tmp_path), "--require", "k3<1e-9, k3<1", "--require-format", "junit")
     suite = ElementTree.fromstring(ended.stdout)
     assert (ended.status, suite.get("tests"), suite.get("failures")) == (1, "2", "1")
     failed = [case.get("name") for case in suite if case.find("failure") is not None]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from simulated_dumps import diagnosed
 
-from megatron_rc.analyze import output, words
-from megatron_rc.analyze.changes import find_changes
+from megatron_rc.analyze import output, report_text
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.decomposition import between, decompose
-from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
 from megatron_rc.analyze.pages.steps import over_steps
-from megatron_rc.analyze.steps import Step, StepSums
-from megatron_rc.analyze.sums import sequence_sums
-from megatron_rc.analyze.timeline import logged_beside, timeline
+from megatron_rc.analyze.statistics.changes import find_changes
+from megatron_rc.analyze.statistics.decomposition import between, decompose
+from megatron_rc.analyze.statistics.lead_lag import FEWEST, lead_lag
+from megatron_rc.analyze.statistics.steps import Step, StepSums
+from megatron_rc.analyze.statistics.sums import sequence_sums
+from megatron_rc.analyze.statistics.timeline import logged_next_to, timeline
 
 
 def step_chunk(
@@ -208,7 +208,7 @@ def test_the_terminal_line_names_growth_cause_and_jump_which_the_picture_marks()
     found = diagnosed(*chunks)
     assert found.timeline is not None
     assert [jump.step for jump in found.timeline.jumps] == [18]
-    line = words.course(found.decomposition, found.timeline)
+    line = report_text.course(found.decomposition, found.timeline)
     assert line.startswith("k3 grew")
     assert "from steps 10-13 to steps 22-25: engine 100" in line
     assert line.endswith("jump at step 18")
@@ -241,9 +241,9 @@ def test_the_log_beside_the_dump_adds_gradient_norms(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for path in (tmp_path / "dump", tmp_path / "dump" / "3.parquet"):
         path.touch() if path.suffix else None
-        assert logged_beside(path)["grad_norm"] == {3: 0.5}
+        assert logged_next_to(path)["grad_norm"] == {3: 0.5}
     (tmp_path / "metrics.jsonl").write_text("[1]\n{}\n")
-    assert logged_beside(tmp_path / "dump") == {}
+    assert logged_next_to(tmp_path / "dump") == {}
 
 
 def test_what_is_not_known_is_named() -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, world
 
-from megatron_rc.analyze import changes, gate, output
+from megatron_rc.analyze import conditions, output
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
+from megatron_rc.analyze.statistics import changes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/analyze.ipynb"
@@ -29,7 +30,7 @@ BY_VALUE = {
     "by_correct": ".ANSWER", "before": ".KEY", "after": ".KEY", "parts": ".PART", "series": ".SERIES",
     "missing": ".SERIES",
 }  # fmt: skip
-"""Keys of which the keys below are values of the dump, and the word that the page has for those."""
+"""Keys whose inner keys are values of the dump, and the word that the page writes for them."""
 
 
 def section(title: str) -> str:
@@ -73,10 +74,10 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
 def test_the_conditions_of_the_page_can_be_read() -> None:
     chunk = TRAPS["honest"][1](world(1))
     diagnosis = diagnosed(chunk)
-    examples = re.findall(r"--gate '(.+?)'", TEXT)
+    examples = re.findall(r"--require '(.+?)'", TEXT)
     assert examples
     for example in examples:
-        assert all(outcome.holds for outcome in gate.check(diagnosis, example))
+        assert all(outcome.holds for outcome in conditions.check(diagnosis, example))
 
 
 def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:

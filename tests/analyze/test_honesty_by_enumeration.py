@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.sums import FIELDS, sequence_sums
+from megatron_rc.analyze.statistics.sums import FIELDS, sequence_sums
 
 VOCABULARY, LENGTH = 4, 3
 

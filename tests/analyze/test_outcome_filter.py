@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, shown, world, zero_filled
 
-from megatron_rc.analyze import gate, output
+from megatron_rc.analyze import conditions, output
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.outcome_filter import COLUMNS, LARGEST_CHANCE, OutcomeFilter, OutcomeSums
 from megatron_rc.analyze.pages.html import page
 from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.statistics.outcome_filter import COLUMNS, LARGEST_CHANCE, OutcomeFilter, OutcomeSums
 
 ALL = frozenset(COLUMNS)
 
@@ -76,7 +76,7 @@ def test_dynamic_sampling_of_a_usual_size_is_recognised(size: int, count: int, s
 
 
 def dump_of(size: int, right: Sequence[int]) -> OutcomeFilter:
-    """A dump of groups of one size with so many right responses each."""
+    """A dump of groups of one size, with the number of right responses of each."""
     groups = np.repeat(np.arange(len(right)), size)
     return checked(rewarded(groups, np.concatenate([np.arange(size) < k for k in right]).astype(np.float64)))
 
@@ -145,7 +145,7 @@ def with_columns(chunk: Chunk, **columns: Any) -> Diagnosis:
 
 
 def columns_of(count: int, *, filtered: bool) -> dict[str, np.ndarray]:
-    """Pairs of responses of which one is right; without the filter, every other pair has equal rewards."""
+    """Pairs of responses with one right one each; without the filter, every other pair has equal rewards."""
     order = np.arange(count)
     rewards = order % 2.0
     return {"group": order // 2, "reward": rewards if filtered else np.where(order % 4 == 1, 0.0, rewards)}
@@ -162,7 +162,7 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     assert after.level is Level.UNDECIDED
     assert open_.p is None
     assert after.recommendation.suspects == (bug.code,)
-    assert not gate.check(after, "RC1=none")[0].holds
+    assert not conditions.check(after, "RC1=none")[0].holds
     found = json.loads(output.to_json(after))
     assert {test["undecided"] for test in (found["honesty"][name] for name in ("z_rho", "z_W", "z_mean_l"))} == {
         "filtered by outcome"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rc.analyze import rules
-from megatron_rc.analyze.alignment import LAGS
 from megatron_rc.analyze.commands import explain
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.factors import FACTORS
 from megatron_rc.analyze.rules import RULES, rc301, rc501
 from megatron_rc.analyze.rules.rule import HOSTS, Page
-from megatron_rc.analyze.significance import LARGEST_SHARE
+from megatron_rc.analyze.statistics.alignment import LAGS
+from megatron_rc.analyze.statistics.factors import FACTORS
+from megatron_rc.analyze.statistics.significance import LARGEST_SHARE
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/analyze.md").read_text(encoding="utf-8")
 SECTIONS = ["How it is decided", "What else looks like this", "The experiment that decides", "Fix", "Seen in"]

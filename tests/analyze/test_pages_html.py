@@ -25,12 +25,12 @@ from simulated_dumps import (
 )
 from typer.testing import CliRunner
 
-from megatron_rc.analyze import output, words
+from megatron_rc.analyze import output, report_text
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
-from megatron_rc.analyze.what_if import Missing
+from megatron_rc.analyze.statistics.what_if import Missing
 from megatron_rc.cli import app
 from megatron_rc.drawing.heat_map import HeatMap, heat_map
 
@@ -159,12 +159,12 @@ def test_a_dash_in_the_table_of_corrections_is_explained_once() -> None:
     diagnosis = diagnosed(bare)
     table = diagnosis.what_if
     assert not isinstance(table, Missing)
-    reason = words.what_if_gaps(table, with_signs=True)
+    reason = report_text.what_if_gaps(table, with_signs=True)
     assert "right needs the column reward" in reason and "lost need the column advantage" in reason
     assert html.page(diagnosis, what_if=True).count(reason) == 1
     size = bare.num_sequences
     known = replace(bare, sequences={"reward": np.arange(size) % 2, "advantage": np.arange(size) % 2 - 0.5})
-    assert "column" not in words.what_if_gaps(diagnosed(known).what_if, with_signs=True)
+    assert "column" not in report_text.what_if_gaps(diagnosed(known).what_if, with_signs=True)
 
 
 def hovered(text: str, title: str) -> dict[str, Any]:

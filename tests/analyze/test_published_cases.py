@@ -65,7 +65,7 @@ def nemo_rl_2141(error: float, outlier_errors: tuple[float, float] | None) -> Ch
 
 
 def trl_6789() -> Chunk:
-    """The row top_p=0.8, top_k=1024 of the table in huggingface/trl#7269, which mends huggingface/trl#6789.
+    """The row top_p=0.8, top_k=1024 of the table in huggingface/trl#7269, which fixes huggingface/trl#6789.
 
     Published: 2,048 tokens; mean ratio 0.896, median 0.895, 51.8 % of the ratios outside [0.9, 1.1]; kept mass 0.895;
     the sampler logs log-probs renormalised over what it keeps.

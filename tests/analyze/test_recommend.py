@@ -11,12 +11,12 @@ from simulated_dumps import TRAPS, diagnosed, renormalised_top_p, world, write_d
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose
-from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.recommend import Recommendation, recommend
+from megatron_rc.analyze.lab_range import LAB, LabRange
+from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.statistics.bound import CUSTOMARY, TRIED, advantages, sequence_terms, token_terms
 from megatron_rc.cli import app
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.run_script import patch_settings
@@ -28,7 +28,7 @@ def truncated() -> Chunk:
     return renormalised_top_p(world(1, sequences=48), 0.95)
 
 
-WIDE = Covered(depth=1e3, length=(1, 1e6), vocabulary=100)
+WIDE = LabRange(depth=1e3, length=(1, 1e6), vocabulary=100)
 """A lab that has seen everything."""
 
 
@@ -138,11 +138,11 @@ def test_the_error_of_a_bound_is_squared_bias_plus_variance() -> None:
         (sequence_terms(chunk, 500), product, advantage),
     ):
         bound = terms.bound(np.ones(40))
-        for index, c in enumerate(GRID):
+        for index, c in enumerate(TRIED):
             bias = (np.maximum(ratio - c, 0) * np.abs(a)).mean()
             assert bound.error[index] == pytest.approx(bias**2 + (np.minimum(ratio, c) * a).var() / 500)
         assert bound.theory == pytest.approx(math.sqrt(2 * (1 + np.square(ratio - 1).mean())))
-        assert bound.error[np.flatnonzero(bound.upper == GRID)[0]] <= 1.01 * bound.error.min()
+        assert bound.error[np.flatnonzero(bound.upper == TRIED)[0]] <= 1.01 * bound.error.min()
         twice = terms.bound(np.arange(40) % 2 * 2.0)
         odd = chunk.select_sequences(np.arange(40) % 2 == 1)
         again = (token_terms if ratio.size > 40 else sequence_terms)(odd, 500).bound(np.ones(20))
@@ -204,8 +204,8 @@ def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: P
         assert (data["what_if"] is not None) == (flag == "--what-if") and data["recommendation"]["method"]
 
 
-def test_a_gate_is_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
+def test_conditions_are_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
     dump = str(write_dump(truncated, tmp_path / "dump.parquet"))
-    arguments = ["analyze", dump, "--no-html", "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
+    arguments = ["analyze", dump, "--no-html", "--require", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
     refused = CliRunner().invoke(app, arguments)
     assert "holds" in refused.output and "would hide a bug" in str(refused.exception)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from simulated_dumps import logged_temperature, one_stale_server, small_honest, world
 
-from megatron_rc.analyze import growth
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.evidence import Gathering
-from megatron_rc.analyze.factors import FACTORS, octave, octave_start
-from megatron_rc.analyze.growth import GrowthSums
-from megatron_rc.analyze.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
-from megatron_rc.analyze.reservoir import MAX_TOKENS, Reservoir
-from megatron_rc.analyze.sign_flips import sign_flip_test
-from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
-from megatron_rc.analyze.tail import TailSums, pareto_shape
+from megatron_rc.analyze.statistics import growth
+from megatron_rc.analyze.statistics.factors import FACTORS, octave, octave_start
+from megatron_rc.analyze.statistics.growth import GrowthSums
+from megatron_rc.analyze.statistics.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
+from megatron_rc.analyze.statistics.reservoir import MAX_TOKENS, Reservoir
+from megatron_rc.analyze.statistics.sign_flips import sign_flip_test
+from megatron_rc.analyze.statistics.significance import Test, holm, normal_p, self_normalised
+from megatron_rc.analyze.statistics.tail import TailSums, pareto_shape
 
 
 def size(chunk: Chunk) -> np.ndarray:

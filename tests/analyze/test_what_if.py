@@ -17,7 +17,7 @@ from megatron_rc.analyze import diagnose, output, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence, Gathering
-from megatron_rc.analyze.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
+from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
@@ -282,7 +282,7 @@ def test_no_cosine_is_given_where_weights_of_sequences_are_noise() -> None:
 def test_the_table_of_a_dump_is_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = evidence_of(responses())
     assert table_of(evidence) == table_of(evidence)
-    monkeypatch.setattr("megatron_rc.analyze.what_if.MAX_TOKENS", 500)
+    monkeypatch.setattr("megatron_rc.analyze.statistics.what_if.MAX_TOKENS", 500)
     assert (few := table_of(evidence)) == table_of(evidence)
     assert 400 < few.tokens <= 500 and few.sequences < 60
 

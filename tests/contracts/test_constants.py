@@ -5,12 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EXCEPTED = {
-    "megatron_rc/analyze/pages/sequences.py: QUANTILES",
-    "megatron_rc/analyze/recommend.py: SEED",
-    "megatron_rc/analyze/reservoir.py: SEED",
-    "megatron_rc/analyze/terminal.py: INDENT",
-}
 
 
 def is_number(node: ast.expr | None) -> bool:
@@ -41,7 +35,7 @@ def bare_constants(source: str) -> Iterator[str]:
 def test_every_number_with_a_name_says_why() -> None:
     files = [file for folder in ("megatron_rc", "triton_kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
     found = [f"{file.relative_to(ROOT)}: {name}" for file in files for name in bare_constants(file.read_text())]
-    assert [name for name in found if name not in EXCEPTED] == []
+    assert found == []
 
 
 def test_a_bare_number_is_seen_and_a_reason_in_any_of_the_three_places_is_too() -> None:

@@ -1,11 +1,13 @@
-"""A room imports only from lower floors, and no import forms a circle; the imports are read from the source.
+"""A room imports only from lower floors, and no circle of imports exists; the imports are read from the source.
+
+A circle counts the imports under `if TYPE_CHECKING:`, too: who reads one of its files has to read them all.
 
 A room is a file or folder of megatron_rc. With --write, this file as a program puts its floors into CONTRIBUTING.md.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,9 +54,9 @@ def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
             yield from nodes_of(node)
 
 
-def imported_names(name: str, tree: ast.AST) -> Iterator[str]:
+def imported_names(name: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Every dotted name that the import statements of module ``name`` bring in, also those inside functions."""
-    for node in nodes_of(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -102,12 +104,12 @@ def reads_surroundings(tree: ast.AST, imports: list[str]) -> Iterator[str]:
 
 def violations(root: Path) -> list[str]:
     """One sentence, starting with the file, for every broken rule."""
-    found, edges = [], dict[str, set[str]]()
+    found, edges, rooms = [], dict[str, set[str]](), dict[str, set[str]]()
     known = modules(root)
     for name, path in known.items():
         tree = ast.parse(path.read_text(), str(path))
         here, file = name.split(".")[1], path.relative_to(root)
-        imports = list(dict.fromkeys(imported_names(name, tree)))
+        imports = list(dict.fromkeys(imported_names(name, nodes_of(tree))))
         if here not in FLOOR:
             found.append(f"{file} stands on no floor")
             continue
@@ -127,13 +129,20 @@ def violations(root: Path) -> list[str]:
                     found.append(f"{file} imports {imported}; {here} and {there} never import each other")
         if here not in MAY_READ_SURROUNDINGS:
             found += [f"{file} reads {what}" for what in dict.fromkeys(reads_surroundings(tree, imports))]
-        reached = {module_of(imported, known) for imported in imports}
-        edges[name] = {module for module in reached if module not in (None, name, "megatron_rc.__init__")}
+        reached = {module_of(imported, known) for imported in imported_names(name, ast.walk(tree))}
+        edges[name] = {module for module in reached if module and module not in (name, "megatron_rc.__init__")}
+        rooms.setdefault(here, set()).update({module.split(".")[1] for module in edges[name]} - {here})
+    found += [f"{known[module].relative_to(root)} is part of a cycle: {path}" for module, path in circle_in(edges)]
+    return found + [f"megatron_rc/{room} is part of a cycle of rooms: {path}" for room, path in circle_in(rooms)]
+
+
+def circle_in(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """[(a member of a circle, the circle as text)]; empty where there is none."""
     try:
         list(TopologicalSorter(edges).static_order())
     except CycleError as error:
-        found.append(f"{known[error.args[1][0]].relative_to(root)} is part of a cycle: {' -> '.join(error.args[1])}")
-    return found
+        return [(error.args[1][0], " -> ".join(error.args[1]))]
+    return []
 
 
 def kernel_may_import(imported: str) -> bool:
@@ -198,10 +207,15 @@ def test_the_floors_in_contributing_are_these() -> None:
         ("triton_kernels/a.py", "from torch import distributed", "never communicate"),
         ("megatron_rc/tasks/__init__.py", "from megatron_rc.tasks.a import b", "is part of a cycle"),
         ("megatron_rc/tasks/__init__.py", "def f():\n    from megatron_rc.tasks import a", "is part of a cycle"),
+        ("megatron_rc/tasks/__init__.py", "if TYPE_CHECKING:\n    from megatron_rc.tasks import a",
+         "is part of a cycle"),
+        ("megatron_rc/schema/b.py", "if TYPE_CHECKING:\n    from megatron_rc.tasks.b import c", "a cycle of rooms"),
     ],
 )  # fmt: skip
 def test_a_planted_violation_is_found_and_its_file_named(tmp_path: Path, file: str, source: str, sentence: str) -> None:
-    plant(tmp_path, "megatron_rc/tasks/a.py", "from megatron_rc.tasks import Prompt")
+    plant(tmp_path, "megatron_rc/tasks/a.py", "from megatron_rc.tasks import Prompt\nimport megatron_rc.schema.a")
+    plant(tmp_path, "megatron_rc/tasks/b.py", "")
+    plant(tmp_path, "megatron_rc/schema/a.py", "")
     plant(tmp_path, file, source)
     broken = violations(tmp_path)
     assert any(sentence in one for one in broken)

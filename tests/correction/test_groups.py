@@ -13,7 +13,7 @@ from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.scale import loss_scale
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 

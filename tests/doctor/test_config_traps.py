@@ -39,7 +39,7 @@ TRAPPED = [
     (VERL, "correction-section", f"{CORRECTION}=null", "error", "never calls"),
     (VERL, "megatron-rc-settings", f"{OURS} {CORRECTION}.rollout_is=token", "error", "rollout_is must be null"),
     (VERL, "megatron-rc-settings", f"{OURS} {LOSS}=geo_mean", "error", "geo_mean"),
-    (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"lr_decay":{}}', "error", "strategy=megatron"),
+    (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"lr_rule":"length_decay"}', "error", "strategy=megatron"),
     (
         VERL, "megatron-rc-settings",
         'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true} model_engine=megatron '

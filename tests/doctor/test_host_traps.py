@@ -107,6 +107,7 @@ def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
     return f"{flags} --custom-config-path {config}"
 
 
+DECAY_9: dict[str, object] = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
 HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("hook-train-backend", f"{TIS_ON} --train-backend fsdp", {}, "must be megatron, got fsdp"),
     ("hook-statistic", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "ratio, k2.*'mine'"),
@@ -129,10 +130,10 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
     ("loss-true-on-policy", f"{LOSS_ON} --true-on-policy-mode", {}, "exactly on-policy.*--use-tis"),
     ("hook-skipped-forward", f"{LOSS_ON} --skip-actor-forward-only", {}, "neither another loss nor a hook"),
-    ("hook-skipped-forward", f"{TIS_ON} {DECAY_ON} --skip-actor-forward-only", {"lr_decay": {"decay_period": 9}},
+    ("hook-skipped-forward", f"{TIS_ON} {DECAY_ON} --skip-actor-forward-only", DECAY_9,
      "^--skip-actor-forward-only must be off"),
     ("rollout-data-logprobs", ROLLOUT_ON, {}, "no log-probs before the update.*--get-mismatch-metrics"),
-    ("lr-decay-released-actors", f"{TIS_ON} {DECAY_ON} --release-train", {"lr_decay": {}},
+    ("lr-rule-released-actors", f"{TIS_ON} {DECAY_ON} --release-train", {"lr_rule": "length_decay"},
      "never decay.*--rollout-data-postprocess-path.*decay_period"),
     ("loss-opsm", f"{LOSS_ON} --use-opsm", {}, "--use-opsm must be off.*off-policy-sequence-mask"),
     ("loss-and-tis", f"{LOSS_ON} --use-tis", {}, "--use-tis must be off for loss"),
@@ -151,15 +152,17 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("rollout-data-old", ROLLOUT_ON, {"correction": {"old": "rollout"}}, "runs before the update"),
     ("rollout-data-ratio", f"{ROLLOUT_ON} --use-rollout-logprobs", {}, "count it twice"),
     ("rollout-data-tis", f"{ROLLOUT_ON} --use-tis", {}, "already are in the advantages"),
-    ("lr-decay-missing", DECAY_ON, {}, "lr_decay or lr_gate must be set"),
-    ("lr-decay-lengths", DECAY_ON, {"lr_decay": {}}, "no hook sees response lengths"),
-    ("lr-decay-lengths", DECAY_ON, {"lr_gate": {"signal": "length", "target": 9}}, "decay_period must be set"),
-    ("lr-gate-mismatch", f"{DECAY_ON} {TIS_ON}", {"correction": "token-tis", "lr_gate": {}},
+    ("lr-rule-missing", DECAY_ON, {}, "lr_rule must be set"),
+    ("lr-rule-lengths", DECAY_ON, {"lr_rule": "length_decay"}, "on response lengths where no hook sees them"),
+    ("lr-rule-lengths", DECAY_ON, {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9}},
+     "must not depend on response lengths"),
+    ("lr-rule-mismatch", f"{DECAY_ON} {TIS_ON}", {"correction": "token-tis", "lr_rule": "mismatch"},
      "must be length with no hook"),
-    ("lr-decay-replicas", f"{DECAY_ON} --indep-dp", {"lr_decay": {"decay_period": 9}}, "share no process group"),
+    ("lr-rule-replicas", f"{DECAY_ON} --indep-dp", DECAY_9, "share no process group"),
     *(("correction-unapplied", named, {"correction": "token-tis"}, "needs a hook that applies it; set --use-tis")
       for named in (flag("check"), OURS, flag("loss"))),
-    ("lr-decay-unstepped", TIS_ON, {"lr_decay": {}}, "needs the hook that steps it; set --custom-megatron-before"),
+    ("lr-rule-unstepped", TIS_ON, {"lr_rule": "length_decay"},
+     "needs the hook that steps it; set --custom-megatron-before"),
     ("routes-off", f"{TIS_ON} {WATCH_ON}", {}, "must be true for before_log_prob"),
     ("routes-not-replayed", f"{ROLLOUT_ON} {WATCH_ON}", ROUTES, "needs --use-rollout-routing-replay"),
     ("routes-old", f"{LOSS_ON} {WATCHED}", {**ROUTES, "correction": {"old": "rollout"}}, "got 'rollout'"),
@@ -207,7 +210,7 @@ def test_slime_s_check_takes_the_flags_in_which_doctor_finds_no_error(tmp_path: 
 def test_doctor_lists_every_mistake_of_the_hooks_at_once(tmp_path: Path) -> None:
     given = with_key(tmp_path, f"{LOSS_ON} --use-tis --use-opsm {DECAY_ON}", {"correction": NORMALISED})
     errors = {name for name, finding in traps("slime", given).items() if finding.status == "error"}
-    assert errors == {"hook-batch-mean", "loss-and-tis", "loss-opsm", "lr-decay-missing"}
+    assert errors == {"hook-batch-mean", "loss-and-tis", "loss-opsm", "lr-rule-missing"}
 
 
 FREE = [

@@ -41,7 +41,7 @@ def undecided(host: str, flags: Flags) -> set[str]:
 
 def with_enable(text: str, folder: Path) -> str:
     """A script of slime or miles with the two flags of our page."""
-    (folder / "rc.yaml").write_text("megatron_rc: {correction: token-tis, lr_decay: {}}\n")
+    (folder / "rc.yaml").write_text("megatron_rc: {correction: token-tis, lr_rule: length_decay}\n")
     return text.replace("train.py", f"train.py --custom-config-path {folder}/rc.yaml {ENABLE}")
 
 
@@ -95,7 +95,8 @@ def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
         # its file has the flags that the page writes out for another model
         own = script("MEGATRON_LM_DIR", f"{MODEL_CONFIGS}/{model}.sh")
         command = f"source {own}\n{command[command.index('torchrun') :]}"
-    words = "-m megatron_rc patch --rc-preset token-tis --rc-lr-decay train_rl.py --rl-inference-logprobs-is-correction"
+    options = "--rc-preset token-tis --rc-lr-rule length_decay"
+    words = f"-m megatron_rc patch {options} train_rl.py --rl-inference-logprobs-is-correction"
     (tmp_path / "run.sh").write_text(command.replace("train_rl.py", words))
     flags = Flags.of_file(tmp_path / "run.sh")
     assert found("megatron-lm", flags) == {"error": set(), "warning": warnings}

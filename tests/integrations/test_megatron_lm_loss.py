@@ -66,7 +66,7 @@ def test_a_length_decay_alone_leaves_the_loss_to_the_host(host: SimpleNamespace)
     from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
     before = names(host)
-    with patch("megatron-lm", lr_decay=LengthDecaySettings()):
+    with patch("megatron-lm", lr_rule=LengthDecaySettings()):
         changed = {name for name, value in names(host).items() if value is not before[name]}
     replaced = {"setup_model_and_optimizer", "get_optimizer_param_scheduler", "prepare_data_for_update"}
     assert {name.partition(".")[2] for name in changed} == replaced

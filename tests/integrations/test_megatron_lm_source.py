@@ -20,7 +20,7 @@ TIS = {"correction": {"weight": {"upper": 1.2}}}
 LAGS = {"correction": {"reject": [{"statistic": "lag", "level": "token", "upper": 1}]}}
 PACKED = {"rl_use_sequence_packing": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
-TWO_POLICIES = {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}
+TWO_POLICIES = {"correction": {"old": "rollout"}, "lr_rule": {"rule": "length_decay", "decay_period": 1}}
 NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
 CASES: dict[str, dict[str, Any]] = {
     # answers of one length: to the host, too, all tokens weigh the same

@@ -16,7 +16,7 @@ from hosts.megatron_lm.ranks import VOCABULARY, WIDTH, Cut, Model, Rollout, roll
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_rc import LengthDecayLR, LRGate, Rejection, RolloutCorrection, Weight, correct
+from megatron_rc import LengthDecayLR, MismatchLR, Rejection, RolloutCorrection, Weight, correct
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.megatron_lm import session as session
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
@@ -24,7 +24,7 @@ from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.scale import Signals
 
 CORRECTION = RolloutCorrection(
     Weight("token", "truncate", upper=1.2),
@@ -230,7 +230,7 @@ def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_
 
 
 def test_the_gate_takes_what_the_correction_of_the_batch_measured() -> None:
-    state = session.Session(None, LRGate(1e-3))
+    state = session.Session(None, MismatchLR(1e-3))
     found, *_ = rates(state, [Signals(ess=0.125), Signals(ess=0.9)])
     assert found == pytest.approx([5e-4, 1e-3])
     HOST.release(state)

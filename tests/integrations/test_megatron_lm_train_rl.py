@@ -11,7 +11,7 @@ from hosts.megatron_lm.own_program import run
 @pytest.mark.timeout(900)
 @pytest.mark.host("megatron-lm", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 def test_three_steps_with_its_own_engine_log_our_metrics_and_the_decayed_rate(tmp_path: Path) -> None:
-    found = run(tmp_path, ["--rc-preset", "token-tis", "--rc-set", "lr_decay.decay_period=1"])
+    found = run(tmp_path, ["--rc-preset", "token-tis", "--rc-set", "lr_rule={rule: length_decay, decay_period: 1}"])
     assert re.search(r"^megatron-lm 0\.20\.0.*, patched$", found.output, re.MULTILINE)
     lines = [line for line in found.output.splitlines() if re.search(r"iteration +\d+/ +3 ", line)]
     assert len(lines) == 3 and all("rc/old/k3: " in line for line in lines)

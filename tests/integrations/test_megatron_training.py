@@ -19,9 +19,10 @@ from training_host import HOST, LN2, NONE, STUB, TIS, Optimizer, batch, decay, f
 from training_host import groups as groups
 from training_host import training as training
 
-from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, patch
+from megatron_rc import LengthDecayLR, MismatchLR, RolloutCorrection, patch
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.rule import HOST_KEY
 
 
 def test_metrics_are_pooled_over_micro_batches_and_not_averaged(training: Any) -> None:
@@ -55,20 +56,20 @@ def test_measuring_alone_leaves_the_loss_as_it_is(training: Any) -> None:
 
 
 def test_an_optimizer_step_already_has_the_rate_of_its_own_rollout(training: Any) -> None:
-    with patch(HOST, lr_decay=decay(period=2)):
+    with patch(HOST, lr_rule=decay(period=2)):
         logs, optimizer, _ = train(training, [[batch(0.0)]] * 5)
     assert optimizer.used == [1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
-    assert [log["lr_decay/scale"] for log in logs] == [1.0, 0.5, 0.5, 0.25, 0.25]
+    assert [log["lr_rule/scale"] for log in logs] == [1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_later_steps_of_a_rollout_keep_its_rate(training: Any) -> None:
-    with patch(HOST, lr_decay=decay(period=2)):
+    with patch(HOST, lr_rule=decay(period=2)):
         _, optimizer, _ = train(training, [[batch(0.0)], [batch(0.0, new=False)]] * 2)
     assert optimizer.used == [1e-3, 1e-3, 5e-4, 5e-4]
 
 
 def test_settings_take_the_rate_of_the_scheduler(training: Any) -> None:
-    with patch(HOST, lr_decay=LengthDecaySettings(decay_period=1)):
+    with patch(HOST, lr_rule=LengthDecaySettings(decay_period=1)):
         _, optimizer, _ = train(training, [[batch(0.0)]])
     assert optimizer.used == [5e-4]
 
@@ -79,7 +80,7 @@ def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:
     def doubted(*, data_iterator: Any, **others: Any) -> Any:
         return training_host.run_micro_batches(data_iterator=next(runs), **others)
 
-    with patch(HOST, correction=NONE, lr_decay=seen):
+    with patch(HOST, correction=NONE, lr_rule=seen):
         ((log,), _, _) = train(training, [[]], schedule=doubted, runs=2)
     assert log["rc/rho_max"] == 1 and log["rc/response_length"] == 2 and seen.rollouts == 1
 
@@ -87,14 +88,14 @@ def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:
 def test_a_step_that_leaves_before_its_optimizer_counts_no_rollout(training: Any) -> None:
     # it is done again after the restart
     seen = decay()
-    with patch(HOST, lr_decay=seen):
+    with patch(HOST, lr_rule=seen):
         assert train(training, [[batch(0.0)]], exits=True)[0] == [{}]
     assert seen.rollouts == 0
 
 
 def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
     seen = decay()
-    with patch(HOST, correction=TIS, lr_decay=seen):
+    with patch(HOST, correction=TIS, lr_rule=seen):
         train(training, [[batch(0.0)]])
         assert session_of(HOST).step is None
         (loss,) = training_host.run_micro_batches(
@@ -109,11 +110,11 @@ def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
 def test_the_patch_is_nested_and_undone_exactly(training: Any) -> None:
     before = dict(vars(training))
     shared = decay()
-    with patch(HOST, lr_decay=shared):
+    with patch(HOST, lr_rule=shared):
         inside = dict(vars(training))
         changed = {name for name in before if inside[name] is not before[name]}
         assert changed == {"get_optimizer_param_scheduler", "train_step"}
-        with patch(HOST, lr_decay=shared):
+        with patch(HOST, lr_rule=shared):
             assert dict(vars(training)) == inside
         assert dict(vars(training)) == inside
         _, optimizer, scheduler = train(training, [[batch(0.0)]])
@@ -138,26 +139,26 @@ def test_a_step_that_the_host_itself_has_replaced_stays(training: Any) -> None:
 @pytest.mark.host("megatron-training", proof="stand-in", feature="length decay: resume")
 def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
     steps = [[batch(0.0)]] * 6
-    with patch(HOST, lr_decay=decay(period=2)):
+    with patch(HOST, lr_rule=decay(period=2)):
         _, whole, _ = train(training, steps)
-    with patch(HOST, lr_decay=decay(period=2)):
+    with patch(HOST, lr_rule=decay(period=2)):
         _, _, scheduler = train(training, steps[:3])
         saved = scheduler.state_dict()
-    assert saved[LengthDecayLR.state_key]["rollouts"] == 3
+    assert saved[HOST_KEY]["rollouts"] == 3
 
     resumed = decay(period=2)
-    with patch(HOST, lr_decay=resumed):
+    with patch(HOST, lr_rule=resumed):
         optimizer = Optimizer()
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         scheduler.load_state_dict(saved)
         assert optimizer.param_groups[0]["lr"] == whole.used[2] and resumed.rollouts == 3
     own = training.get_optimizer_param_scheduler(Optimizer())
     own.load_state_dict(saved)
-    assert own.num_steps == 3 and LengthDecayLR.state_key not in own.state_dict()
-    with patch(HOST, lr_decay=decay(period=2)):
+    assert own.num_steps == 3 and HOST_KEY not in own.state_dict()
+    with patch(HOST, lr_rule=decay(period=2)):
         scheduler = training.get_optimizer_param_scheduler(Optimizer())
         scheduler.load_state_dict(own.state_dict())  # of a run without the decay
-        assert scheduler.state_dict()[LengthDecayLR.state_key]["rollouts"] == 0
+        assert scheduler.state_dict()[HOST_KEY]["rollouts"] == 0
     assert type(own).state_dict is OptimizerParamScheduler.state_dict
 
 
@@ -165,7 +166,7 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
     ("settings", "data", "forward", "sentence"),
     [
         ({"correction": TIS}, [batch(0.0)], training_host.sft_step, "no loss function called correct_micro_batch"),
-        ({"lr_decay": decay()}, [batch(0.0, new=False)], forward_step, "new_rollout=True"),
+        ({"lr_rule": decay()}, [batch(0.0, new=False)], forward_step, "new_rollout=True"),
         ({"correction": TIS}, [batch(0.0, math.nan)], forward_step, "nonfinite_share must be <= 0.01, got 1 of 2"),
     ],
 )
@@ -201,7 +202,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
         with patch(HOST, correction=TIS), pytest.raises(ValueError, match=f"^megatron-training: .*; {fix}"):
             train(training, [[batch(0.0)]])
         del flags[flag]
-    with patch(HOST, lr_decay=LengthDecayLR(1e-5)), pytest.raises(ValueError, match="initial_lr must be the max_lr"):
+    with patch(HOST, lr_rule=LengthDecayLR(1e-5)), pytest.raises(ValueError, match="initial_lr must be the max_lr"):
         train(training, [])
 
 
@@ -238,7 +239,7 @@ def test_the_recipe_of_the_docs_corrects_and_decays(training: Any) -> None:
     exec(recipe[1], given)
     (((log,), optimizer, _),) = found
     assert log["rc/weight_mean"] == 2 and optimizer.used == [1e-3]
-    assert log["lr_decay/scale"] == 1 and "rc/k3" in log
+    assert log["lr_rule/scale"] == 1 and "rc/k3" in log
 
 
 LAYOUTS = {"dp": {}, "pp": {"pipeline_model_parallel_size": 2}, "cp": {"context_parallel_size": 2}}
@@ -265,23 +266,24 @@ def _rank(rank: int) -> dict[str, Step]:
         halves = [batch(*gaps[2 * rank : 2 * rank + 2], lengths=lengths) for gaps, lengths in SEQUENCES]
         data = {"dp": [whole[rank]], "pp": whole, "cp": halves}[layout]
         steps[layout] = _step(data, forward_step)
-        steps[f"{layout}, gate"] = _step(data, forward_step, LRGate(1e-3, signal="k3", target=1e-9, power=0.1))
+        steps[f"{layout}, by mismatch"] = _step(
+            data, forward_step, MismatchLR(1e-3, signal="k3", target=1e-9, power=0.1)
+        )
         if layout == "dp":
             steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else training_host.sft_step)
         parallel_state.destroy_model_parallel()
     return steps
 
 
-def _step(data: list[Any], forward: Any, gate: LRGate | None = None) -> Step:
+def _step(data: list[Any], forward: Any, by_mismatch: MismatchLR | None = None) -> Step:
     seen = decay()
-    rule = {"lr_decay": seen} if gate is None else {"lr_gate": gate}
-    with stub_host() as module, patch(HOST, correction=NONE, **rule):
+    with stub_host() as module, patch(HOST, correction=NONE, lr_rule=by_mismatch or seen):
         try:
             (log,), optimizer, _ = train(module, [data], forward)
         except ValueError as refused:
             return Step({}, [], math.nan, str(refused))
     log.pop("pg loss", None)
-    length = math.exp(seen.state_dict()["fast_average"] / 0.2) if gate is None else math.nan
+    length = math.exp(seen.state_dict()["fast_average"] / 0.2) if by_mismatch is None else math.nan
     return Step(log, optimizer.used, length, "")
 
 
@@ -296,7 +298,7 @@ def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks
             # only the last stage logs
             assert step.log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
             # clamp((1e-9 / k3)^0.1) with the k3 of all ranks, and bitwise the same on each
-            rates, gated = steps[f"{layout}, gate"].rates, 1e-3 * (1e-9 / expected["rc/k3"]) ** 0.1
-            assert rates == ranks[0][f"{layout}, gate"].rates == pytest.approx([gated])
+            rates, lowered = steps[f"{layout}, by mismatch"].rates, 1e-3 * (1e-9 / expected["rc/k3"]) ** 0.1
+            assert rates == ranks[0][f"{layout}, by mismatch"].rates == pytest.approx([lowered])
     for steps in ranks:
         assert "on every data-parallel rank in a step, or on none" in steps["dp, one rank silent"].refusal

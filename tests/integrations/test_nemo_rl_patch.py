@@ -19,7 +19,7 @@ from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations.nemo_rl import session as sessions
 from megatron_rc.integrations.run_script import patch_settings, run_script
 from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings
+from megatron_rc.learning_rate.mismatch import MismatchSettings
 
 TIS = RolloutCorrection.preset("token-tis")
 DECAY = LengthDecaySettings(decay_period=1)
@@ -54,8 +54,7 @@ def loss_fn(corrects: bool = False) -> Any:
 @contextmanager
 def policy_of(correction: RolloutCorrection | None, rule: Any = None, settings: Any = None) -> Iterator[Any]:
     """The policy that GRPO's setup builds in a patched process."""
-    rules = {"lr_gate" if isinstance(rule, LRGateSettings) else "lr_decay": rule}
-    with patch("nemo-rl", correction=correction, **rules):
+    with patch("nemo-rl", correction=correction, lr_rule=rule):
         yield module("algorithms.grpo").setup(settings or config(), None, None, None, policy_factory=None)
 
 
@@ -161,12 +160,12 @@ def test_what_a_run_does_not_need_is_not_refused(correction: Any, changes: dict[
         (RolloutCorrection(weight=Weight(upper="measured")), None, "upper must be a number"),
         (RolloutCorrection(weight=Weight(growth="sqrt_lag")), None, "host 'nemo-rl'"),
         (RolloutCorrection(reject=(Rejection("mine", upper=1.0),)), None, "statistic 'mine' is not known"),
-        (None, LengthDecayLR(1e-3), "lr_decay must be LengthDecaySettings, which go to other processes"),
+        (None, LengthDecayLR(1e-3), "lr_rule must be settings, .* which go to other processes"),
     ],
 )
 def test_settings_that_no_run_can_honour_are_refused_by_patch(correction: Any, rule: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        patch("nemo-rl", correction=correction, lr_decay=rule)
+        patch("nemo-rl", correction=correction, lr_rule=rule)
 
 
 def test_other_trainers_and_factories_are_refused() -> None:
@@ -304,15 +303,15 @@ def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_s
 def test_the_rule_reads_lengths_and_mismatch_of_the_whole_rollout() -> None:
     data, _ = cases.rollout()
     scheduler()
-    with policy_of(TIS, LRGateSettings(signal="k3", target=1e-3)) as policy:
+    with policy_of(TIS, MismatchSettings(signal="k3", target=1e-3)) as policy:
         metrics = policy.train(data, loss_fn())["all_mb_metrics"]
-    assert metrics["lr_gate/signal"] == metrics["rc/k3"] and metrics["lr_gate/scale"][0] < 1
-    assert metrics["lr"] == [pytest.approx(1e-3 * metrics["lr_gate/scale"][0])]
+    assert metrics["lr_rule/signal"] == metrics["rc/k3"] and metrics["lr_rule/scale"][0] < 1
+    assert metrics["lr"] == [pytest.approx(1e-3 * metrics["lr_rule/scale"][0])]
     scheduler()
     data["sample_mask"][0] = 0
-    with policy_of(None, LRGateSettings(signal="length", target=1.0)) as policy:
+    with policy_of(None, MismatchSettings(signal="length", target=1.0)) as policy:
         metrics = policy.train(data, loss_fn())["all_mb_metrics"]
-    assert metrics["lr_gate/signal"] == [pytest.approx(data["token_mask"][:, 1:].sum().item() / 6)]
+    assert metrics["lr_rule/signal"] == [pytest.approx(data["token_mask"][:, 1:].sum().item() / 6)]
 
 
 def test_a_host_that_builds_its_optimizer_elsewhere_is_refused_by_its_worker() -> None:

@@ -48,10 +48,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "beside.py").write_text(f"FOLDER = {str(tmp_path)!r}\n")
 
     def make(original: Any, context: Any) -> Any:
-        return lambda: f"{context.correction} {context.lr_decay}"
+        return lambda: f"{context.correction} {context.lr_rule}"
 
-    def prepare(correction: Any, lr_decay: Any) -> Any:
-        return SimpleNamespace(correction=correction, lr_decay=lr_decay)
+    def prepare(correction: Any, lr_rule: Any) -> Any:
+        return SimpleNamespace(correction=correction, lr_rule=lr_rule)
 
     symbols = (Symbol("plain_host", "loss", "", make, "ours"),)
     host = Host("megatron-lm", "plain_host", symbols, (), lambda: None, prepare)
@@ -82,7 +82,8 @@ def test_the_script_is_main_with_its_own_argv_and_folder_and_everything_is_put_b
 
 def test_flags_after_the_script_are_the_scripts_and_those_before_are_ours(script: Path) -> None:
     file = script.parent / "rc.yaml"
-    file.write_text("correction: {preset: icepop, normalize: batch}\nlr_decay: {decay_period: 204}\n")
+    rule = "lr_rule: {rule: length_decay, decay_period: 204}"
+    file.write_text(f"correction: {{preset: icepop, normalize: batch}}\n{rule}\n")
     arguments = ["patch", "--rc-config", str(file), "--rc-set", "correction.weight.upper=4.0"]
     done = CliRunner().invoke(app, [*arguments, str(script), "--lr", "1e-6", "-h", "--rc-set", "x=1"])
     assert done.exit_code == 0, done.output
@@ -104,7 +105,7 @@ def test_an_error_of_the_script_is_shown_whole_and_a_missing_one_is_named(script
         run_script(Path("absent.py"), [], PatchSettings(correction=RolloutCorrection()))
 
 
-@pytest.mark.parametrize(("options", "key"), [((), "correction"), (("--rc-lr-decay",), "lr_decay")])
+@pytest.mark.parametrize(("options", "key"), [((), "correction"), (("--rc-lr-rule", "length_decay"), "lr_rule")])
 def test_without_a_script_the_recipe_of_the_host_is_printed(options: tuple[str, ...], key: str) -> None:
     done = CliRunner().invoke(app, ["patch", "--rc-host", "slime", *options])
     assert done.exit_code == 0, done.output
@@ -123,13 +124,13 @@ def test_a_host_is_named_that_needs_a_script_or_takes_none(script: Path) -> None
 
 def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tmp_path: Path) -> None:
     file = tmp_path / "rc.yaml"
-    file.write_text("correction: icepop\nlr_decay: {min_lr_ratio: 0.2}\n")
+    file.write_text("correction: icepop\nlr_rule: {rule: length_decay, min_lr_ratio: 0.2}\n")
     assert patch_settings(file).correction == RolloutCorrection.preset("icepop")
-    found = patch_settings(file, "token-tis", True, ["correction.normalize=batch", "lr_decay.decay_period=9"])
+    found = patch_settings(file, "token-tis", assignments=["correction.normalize=batch", "lr_rule.decay_period=9"])
     weight = RolloutCorrection.preset("token-tis").weight
     assert found.correction == RolloutCorrection(weight, normalize="batch")
-    assert found.lr_decay == LengthDecaySettings(min_lr_ratio=0.2, decay_period=9)
-    assert patch_settings(lr_decay=True) == PatchSettings(lr_decay=LengthDecaySettings())
+    assert found.lr_rule == LengthDecaySettings(min_lr_ratio=0.2, decay_period=9)
+    assert patch_settings(lr_rule="length_decay") == PatchSettings(lr_rule=LengthDecaySettings())
     assert patch_settings() == PatchSettings()
     with pytest.raises(ValueError, match="unknown field 'correktion'; did you mean 'correction'"):
         patch_settings(assignments=["correktion=none"])

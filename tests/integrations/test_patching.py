@@ -52,7 +52,7 @@ def host(**changes: Any) -> Host:
     symbols = tuple(Symbol("tiny_host.core", *names, make, f"makes {names[0]} ours") for names in SYMBOLS.items())
     fields: dict[str, Any] = {"name": "tiny", "module": "tiny_host.core", "symbols": symbols, "versions": ("1.2",)}
     fields |= {"read_version": lambda: "1.2.3", "differences": ("it answers otherwise",)}
-    fields |= {"prepare": lambda correction, lr_decay: SimpleNamespace(originals=[], released=0)}
+    fields |= {"prepare": lambda correction, lr_rule: SimpleNamespace(originals=[], released=0)}
     return Host(**{**fields, **changes})
 
 
@@ -166,7 +166,7 @@ def test_other_settings_on_a_patched_host_are_refused() -> None:
         with pytest.raises(ValueError, match="already patched with other settings"):
             patch("tiny", correction=RolloutCorrection.preset("token-tis"))
         with pytest.raises(ValueError, match="already patched with other settings"):
-            patch("tiny", correction=NONE, lr_decay=LengthDecaySettings())
+            patch("tiny", correction=NONE, lr_rule=LengthDecaySettings())
     patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
 
 
@@ -174,7 +174,7 @@ def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: p
     with pytest.raises(ValueError, match="head must be 'logits' with host 'tiny', got 'linear'"):
         patch("tiny", correction=NONE, head="linear")
     with pytest.raises(ValueError, match="correction must be given with head='linear'"):
-        patch("tiny", lr_decay=LengthDecaySettings(), head="linear")
+        patch("tiny", lr_rule=LengthDecaySettings(), head="linear")
     session = functools.partial(SimpleNamespace, originals=[], released=0)
     use(monkeypatch, prepare=lambda _, __, head=None: session(head=head), heads=("logits", "linear"))
     with patch("tiny", correction=NONE, head="linear") as patched:
@@ -236,7 +236,7 @@ def test_undo_refuses_when_somebody_replaced_a_symbol_after_patch() -> None:
 
 
 def test_a_refusal_of_the_host_leaves_it_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(correction: Any, lr_decay: Any) -> Any:
+    def refuse(correction: Any, lr_rule: Any) -> Any:
         raise ValueError("old must be 'recompute'")
 
     use(monkeypatch, prepare=refuse)
@@ -279,7 +279,7 @@ def test_a_host_whose_import_fails_says_why(files: Path) -> None:
 
 
 def test_nothing_to_do_and_an_unknown_host_are_refused() -> None:
-    with pytest.raises(ValueError, match="correction, lr_decay or lr_gate must be given"):
+    with pytest.raises(ValueError, match="correction or lr_rule must be given"):
         patch("tiny")
     with pytest.raises(ValueError, match="host must be 'auto' or one of 'tiny', got 'huge'"):
         patch("huge", correction=NONE)
@@ -308,8 +308,8 @@ def test_inspecting_a_host_imports_nothing_of_it(files: Path) -> None:
 
 
 def test_the_report_names_what_was_replaced_and_what_differs() -> None:
-    with patch("tiny", correction=NONE, lr_decay=LengthDecaySettings()) as patched:
+    with patch("tiny", correction=NONE, lr_rule=LengthDecaySettings()) as patched:
         report = patched.report()
-    for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_decay:"):
+    for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_rule:"):
         assert part in report
     assert isinstance(patched, Patch) and "tiny 1.2.3, restored" in patched.report()

@@ -22,7 +22,8 @@ def test_with_correction_none_loss_and_gradient_norm_are_slimes_bit_for_bit(tmp_
 
 @pytest.mark.host("slime", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 def test_one_flag_logs_our_metrics_weights_the_loss_and_decays_the_rate(tmp_path: Path) -> None:
-    settings = "megatron_rc: {correction: {preset: token-tis, weight: {upper: 0.5}}, lr_decay: {decay_period: 1}}"
+    rule = "lr_rule: {rule: length_decay, decay_period: 1}"
+    settings = f"megatron_rc: {{correction: {{preset: token-tis, weight: {{upper: 0.5}}}}, {rule}}}"
     steps = run(tmp_path / "enabled", ["--custom-megatron-init-path", f"{OURS}.enable"], settings)
     alone = run(tmp_path / "alone", [])
     assert [step["train/lr-pg_0"] for step in steps] == pytest.approx([5e-4, 2.5e-4, 1.25e-4])

@@ -44,13 +44,13 @@ def command_line(key: Any, **changes: Any) -> Namespace:
     [
         ("slime", {}, {"use_tis": True, **TIS}),
         ("miles", {"correction": "token-tis"}, {"use_tis": True, **TIS}),
-        ("slime", {"correction": "icepop", "lr_decay": {}}, {"use_tis": True, **TIS, **STEP}),
+        ("slime", {"correction": "icepop", "lr_rule": "length_decay"}, {"use_tis": True, **TIS, **STEP}),
         ("slime", {"correction": BATCH}, DATA),
-        ("slime", {"correction": "token-tis", "lr_gate": {}}, {**DATA, **STEP}),
+        ("slime", {"correction": "token-tis", "lr_rule": "mismatch"}, {**DATA, **STEP}),
         ("miles", {"correction": "off-policy-sequence-mask", "aggregation": "seq-mean-token-sum"},
          {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", "use_rollout_logprobs": True,
           "custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}),
-        ("slime", {"correction": {"preset": "token-tis", "old": "current"}, "lr_decay": {"decay_period": 9}},
+        ("slime", {"correction": {"preset": "token-tis", "old": "current"}, "lr_rule": "length_decay"},
          {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", **STEP}),
     ],
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-@pytest.mark.parametrize("rule", [{}, {"lr_decay": {}}])
+@pytest.mark.parametrize("rule", [{}, {"lr_rule": "length_decay"}])
 def test_routes_bring_the_hook_that_watches_them_and_the_one_that_compares_them(
     host: str, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,8 +90,9 @@ def test_routes_bring_the_hook_that_watches_them_and_the_one_that_compares_them(
         ("slime", {}, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be unset with enable unless"),
         ("slime", {"correction": {"old": "current"}}, {"loss_type": "sft_loss"}, "^--loss-type must be unset with"),
         ("miles", {"correction": BATCH}, {}, "^normalize must be 'none': no hook of this host sees a whole rollout"),
-        ("miles", {"correction": "token-tis", "lr_gate": {}}, {}, "^signal of lr_gate must be 'length'"),
-        ("miles", {"lr_decay": {}}, {**MILES, "skip_actor_forward_only": True}, "^--skip-actor-forward-only must be"),
+        ("miles", {"correction": "token-tis", "lr_rule": "mismatch"}, {}, "^signal of lr_rule must be 'length'"),
+        ("miles", {"lr_rule": "length_decay"}, {**MILES, "skip_actor_forward_only": True},
+         "^--skip-actor-forward-only must be"),
         ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
         ("slime", {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
         ("slime", {"routes": True}, {}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
@@ -114,7 +115,7 @@ def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
 
 
 def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
-    for key in ({"correction": "token-tis", "lr_decay": {}}, {"correction": BATCH}, {"correction": "token-mis"}):
+    for key in ({"correction": "token-tis", "lr_rule": "mismatch"}, {"correction": BATCH}, {"correction": "token-mis"}):
         args = command_line(key)
         assert names(args, "enable") and flag("enable").endswith(PATH + "enable")
         found = _WithDefaults(args, DEFAULTS)

@@ -80,11 +80,11 @@ def test_patch_replaces_nothing_of_the_host_and_names_a_missing_symbol(host: str
 @pytest.mark.parametrize("host", HOSTS)
 def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
     decay = LengthDecaySettings(decay_period=204)
-    patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_decay=decay)
+    patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_rule=decay)
     assert patched.recipe is not None
     assert patched.recipe.flags == ["--custom-config-path rc.yaml", flag("enable")]
     settings = read(arguments(**patched.recipe.config))
-    assert (settings.correction, settings.lr_decay) == (RolloutCorrection.preset("token-tis"), decay)
+    assert (settings.correction, settings.lr_rule) == (RolloutCorrection.preset("token-tis"), decay)
     report = patched.report()
     assert report.startswith(f"{host}, not patched") and all(one in report for one in patched.recipe.flags)
     assert yaml.safe_load(report.split("rc.yaml:\n")[1].split("and add to")[0]) == patched.recipe.config
@@ -186,8 +186,8 @@ def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None
     )
     check(args)
     assert read(args).correction == RolloutCorrection.preset("none")
-    assert read(args).lr_decay == LengthDecaySettings()
-    for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation", "routes"):
+    assert read(args).lr_rule == LengthDecaySettings()
+    for name in ("max_nonfinite_share", "inplace_backward", "lr_rule_start", "aggregation", "routes"):
         assert key[name] == getattr(SlimeSettings(), name)
 
 

@@ -21,10 +21,10 @@ from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.scale import Signals
 
 LR = 1e-6
-STATE_FILE = "megatron_rc_lr_decay.json"
+STATE_FILE = "megatron_rc_lr_rule.json"
 DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 TIS = {"custom_tis_function_path": PATH + "tis"}
 
@@ -75,7 +75,7 @@ def curve() -> list[int]:
 
 
 def settings(**changes: Any) -> Namespace:
-    key = {"lr_decay": changes.pop("lr_decay", {}), **changes.pop("key", {})}
+    key = {"lr_rule": {"rule": "length_decay", **changes.pop("decay", {})}, **changes.pop("key", {})}
     return arguments(megatron_rc=key, **changes)
 
 
@@ -101,8 +101,8 @@ def test_hooks_of_the_loss_tell_the_length_one_rollout_late() -> None:
     assert found == [pytest.approx([rate] * 2) for rate in expected]
 
 
-def test_a_gate_takes_what_the_correction_of_this_rollout_measured(tmp_path: Path) -> None:
-    key = {"lr_decay": None, "key": {"lr_gate": {}, "correction": "token-tis"}, **DATA_HOOK}
+def test_the_rule_by_mismatch_takes_what_the_correction_of_this_rollout_measured(tmp_path: Path) -> None:
+    key = {"key": {"lr_rule": "mismatch", "correction": "token-tis"}, **DATA_HOOK}
     run = Run(settings(**key, save=str(tmp_path)))
     rates = []
     for number, ess in enumerate([0.9, 0.125, math.nan, 0.02]):
@@ -114,33 +114,33 @@ def test_a_gate_takes_what_the_correction_of_this_rollout_measured(tmp_path: Pat
     resumed = Run(settings(**key, load=str(tmp_path)))
     LENGTHS.record_mismatch(4, Signals())
     assert resumed.rollout(4, [9]) == pytest.approx([0.2 * LR])
-    assert [p.name for p in tmp_path.iterdir()] == ["megatron_rc_lr_gate.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["megatron_rc_lr_rule.json"]
 
 
-def test_a_gate_without_a_hook_that_sees_whole_rollouts_is_refused() -> None:
-    args = settings(lr_decay=None, key={"lr_gate": {}, "correction": "token-tis"}, **TIS)
-    with pytest.raises(ValueError, match="lr_gate.signal must be length with no hook that corrects whole rollouts"):
+def test_a_rule_by_mismatch_without_a_hook_that_sees_whole_rollouts_is_refused() -> None:
+    args = settings(key={"lr_rule": "mismatch", "correction": "token-tis"}, **TIS)
+    with pytest.raises(ValueError, match="lr_rule.signal must be length with no hook that corrects whole rollouts"):
         Run(args).rollout(0, [9])
 
 
 def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
-    run = Run(settings(lr_decay={"decay_period": 4}))
+    run = Run(settings(decay={"decay_period": 4}))
     rates = [run.rollout(number, [9])[0] for number in range(16)]
     assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
 
 
-def test_the_rule_is_logged_beside_the_metrics_of_the_loss() -> None:
-    args = settings(lr_decay={"decay_period": 2}, use_tis=True, **TIS)
+def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
+    args = settings(decay={"decay_period": 2}, use_tis=True, **TIS)
     run, seen = Run(args), []
     probs = [torch.full((3,), -1.0)]
     batch = {"pg_loss": torch.zeros(3), "train_log_probs": probs, "rollout_log_probs": probs}
     batch |= {"loss_masks": [torch.ones(3, dtype=torch.int32)], "total_lengths": [5], "response_lengths": [3]}
-    assert not any(name.startswith("lr_decay/") for name in slime.tis(args, **batch)[2])
+    assert not any(name.startswith("lr_rule/") for name in slime.tis(args, **batch)[2])
     for number in range(4):
         run.rollout(number, [3])
         *_, metrics = slime.tis(args, **batch)
-        seen.append(metrics["lr_decay/scale"].tolist())
-        assert metrics["lr_decay/period"].tolist() == [2.0] * 3
+        seen.append(metrics["lr_rule/scale"].tolist())
+        assert metrics["lr_rule/period"].tolist() == [2.0] * 3
     assert seen == [[1.0] * 3, [0.5] * 3, [0.5] * 3, [0.25] * 3]
 
 
@@ -182,8 +182,8 @@ def test_the_hosts_checkpoint_alone_resumes_the_decay(stop: int, tmp_path: Path)
     assert again.rollout(len(lengths), [9]) == resumed.rollout(len(lengths), [9])
 
 
-def test_the_hosts_checkpoint_alone_resumes_the_gate() -> None:
-    key = {"lr_decay": None, "key": {"lr_gate": {}, "correction": "token-tis"}, **DATA_HOOK}
+def test_the_hosts_checkpoint_alone_resumes_the_rule_by_mismatch() -> None:
+    key = {"key": {"lr_rule": "mismatch", "correction": "token-tis"}, **DATA_HOOK}
     run, resumed = (Run(checked(**key)) for _ in range(2))
     LENGTHS.record_mismatch(0, Signals(ess=0.125))
     assert run.rollout(0, [9]) == pytest.approx([LR / 2])
@@ -192,20 +192,20 @@ def test_the_hosts_checkpoint_alone_resumes_the_gate() -> None:
 
 
 def test_rollouts_after_the_checkpoint_that_no_step_came_from_count() -> None:
-    run, resumed = (Run(checked(lr_decay={"decay_period": 4})) for _ in range(2))
+    run, resumed = (Run(checked(decay={"decay_period": 4})) for _ in range(2))
     run.rollout(0, [9])
     resumed.scheduler.load_state_dict(run.scheduler.state_dict())
     assert [resumed.rollout(number, [9])[0] for number in (2, 3)] == [LR, LR / 2]
 
 
 def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> None:
-    run = Run(checked(lr_decay={"decay_period": 2}))
+    run = Run(checked(decay={"decay_period": 2}))
     run.rollout(0, [9])
     run.rollout(1, [9])
     state = run.scheduler.state_dict()
     for changes in (
-        {"lr_decay": {"decay_period": 2}},
-        {"lr_decay": None, "key": {"lr_gate": {"signal": "length", "target": 9.0}}},
+        {"decay": {"decay_period": 2}},
+        {"key": {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9.0}}},
     ):
         other = Run(checked(**changes, **TIS, use_tis=True))
         other.scheduler.load_state_dict(state)
@@ -214,14 +214,14 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
 
 
 def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
-    args = checked(lr_decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
+    args = checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
     assert [Run(args).rollout(0, [9])[0]] == [LR]
-    resumed = Run(checked(lr_decay={"decay_period": 2}, load=str(tmp_path)))
+    resumed = Run(checked(decay={"decay_period": 2}, load=str(tmp_path)))
     assert resumed.rollout(1, [9]) == [LR / 2]
 
 
 def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
-    run, plain = Run(checked(lr_decay={"decay_period": 1})), Run(settings())
+    run, plain = Run(checked(decay={"decay_period": 1})), Run(settings())
     run.rollout(0, [9])
     plain.scheduler.load_state_dict(run.scheduler.state_dict())
     assert plain.scheduler.num_steps == run.scheduler.num_steps == 4
@@ -264,20 +264,34 @@ def test_a_resumed_run_whose_lengths_come_from_the_loss_misses_one_of_them_and_n
 
 def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_told(tmp_path: Path) -> None:
     for load in (None, str(tmp_path)):
-        with pytest.raises(ValueError, match="needs its state after rollout 6 in megatron_rc_lr_decay.json of --load"):
-            Run(settings(lr_decay={"decay_period": 2}, load=load)).rollout(7, [9])
-    run = Run(settings(lr_decay={"decay_period": 2}, key={"lr_decay_start": 7}))
+        with pytest.raises(ValueError, match="needs its state after rollout 6 in megatron_rc_lr_rule.json of --load"):
+            Run(settings(decay={"decay_period": 2}, load=load)).rollout(7, [9])
+    run = Run(settings(decay={"decay_period": 2}, key={"lr_rule_start": 7}))
     assert run.rollout(5, [9]) == [LR]
     assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
 
 
+def test_the_file_that_version_0_1_wrote_goes_on(tmp_path: Path) -> None:
+    run = Run(settings(decay={"decay_period": 2}, save=str(tmp_path)))
+    run.rollout(0, [9])
+    states = json.loads((tmp_path / STATE_FILE).read_text())
+    (tmp_path / STATE_FILE).unlink()
+    for state in states.values():
+        assert state.pop("rule") == "length_decay"
+    (tmp_path / "megatron_rc_lr_decay.json").write_text(json.dumps(states))
+    assert Run(settings(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
+    key = {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9.0}}
+    with pytest.raises(ValueError, match="needs its state after rollout 0"):
+        Run(settings(key=key, load=str(tmp_path), **TIS)).rollout(1, [9])
+
+
 def test_a_decay_begins_with_the_first_rollout_that_trains_the_actor() -> None:
-    run = Run(settings(lr_decay={"decay_period": 2}, num_critic_only_steps=7))
+    run = Run(settings(decay={"decay_period": 2}, num_critic_only_steps=7))
     assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
 
 
 def test_a_torn_write_leaves_the_state_of_the_rollout_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(settings(lr_decay={"decay_period": 2}, save=str(tmp_path)))
+    run = Run(settings(decay={"decay_period": 2}, save=str(tmp_path)))
     run.rollout(0, [9])
     with monkeypatch.context() as broken:
         broken.setattr("os.replace", lambda source, target: (_ for _ in ()).throw(OSError("disk is full")))
@@ -287,21 +301,21 @@ def test_a_torn_write_leaves_the_state_of_the_rollout_before(tmp_path: Path, mon
 
 
 def test_a_repeated_rollout_counts_once_and_one_without_update_counts_too() -> None:
-    run = Run(settings(lr_decay={"decay_period": 4}))
+    run = Run(settings(decay={"decay_period": 4}))
     for number in (0, 1, 1, 1):
         assert run.rollout(number, [9]) == [LR]
     assert run.rollout(3, [9]) == [LR / 2]  # the fourth, though the third led to no step
 
 
 def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
-    run = Run(settings(lr_decay={"decay_period": 1}, loss_type="value_loss"))
+    run = Run(settings(decay={"decay_period": 1}, loss_type="value_loss"))
     assert run.rollout(0, [9]) == [LR]
-    slime.before_train_step(settings(lr_decay={"decay_period": 1}), 0, 0, run.model, None, None)
+    slime.before_train_step(settings(decay={"decay_period": 1}), 0, 0, run.model, None, None)
 
 
 def test_settings_reach_the_decay() -> None:
     detector = {"fast": 1.0, "warmup": 2, "patience": 1, "confirmation": 3, "threshold": 1.2}
-    args = settings(lr_decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
+    args = settings(decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
     run = Run(args)
     rates = [run.rollout(number, [length])[0] for number, length in enumerate([10, 10, 10, 40, *[40] * 20])]
     assert rates == pytest.approx([LR] * 7 + [LR / 2] * 17)  # surge at the fourth rollout, period eight

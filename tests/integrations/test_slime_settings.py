@@ -18,8 +18,10 @@ from megatron_rc.integrations.slime.hook_choice import assignments, recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings
+from megatron_rc.learning_rate.mismatch import MismatchSettings
 
+EVERY_9 = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
+BY_LENGTH = {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9}}
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
 
 
@@ -47,10 +49,10 @@ def test_a_correction_is_a_preset_name_or_fields_over_a_preset() -> None:
         ({"corection": "icepop"}, "^unknown field 'megatron_rc.corection'; did you mean 'correction'"),
         ({"correction": "ice-pop"}, "^unknown preset 'ice-pop'; did you mean 'icepop'"),
         ({"correction": {"weight": {"uper": 3}}}, "^unknown field 'megatron_rc.correction.weight.uper'"),
-        ({"lr_decay": {"min_lr_ratio": 2}}, r"^megatron_rc.lr_decay: min_lr_ratio must be in \[0, 1\], got 2"),
+        ({"lr_rule": {"rule": "mismatch", "floor": 2}}, "^megatron_rc.lr_rule: floor must be between 0 and 1"),
         ({"aggregation": "sum"}, "^megatron_rc.aggregation"),
         ({"max_nonfinite_share": 2}, r"max_nonfinite_share must be in \[0, 1\], got 2"),
-        ({"lr_decay_start": -1}, "lr_decay_start must be >= 0, got -1"),
+        ({"lr_rule_start": -1}, "lr_rule_start must be >= 0, got -1"),
     ],
 )
 def test_a_wrong_key_is_one_sentence_that_names_it(key: Any, sentence: str) -> None:
@@ -90,7 +92,7 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
         ("--use-tis must be off with rollout_data", lambda: slime.rollout_data(args(), 0, {})),
         ("megatron_rc.aggregation must be set", lambda: slime.pg_loss_reducer([], [], [], False)),
         ("megatron_rc.routes must be true", lambda: slime.before_log_prob(args(), [], "")),
-        ("decay_period must be set", lambda: slime.before_train_step(args(lr_decay={}), 0, 0, [], None, None)),
+        ("must not depend on", lambda: slime.before_train_step(args(lr_rule="length_decay"), 0, 0, [], None, None)),
     ]
     for sentence, call in calls:
         with pytest.raises(ValueError, match=sentence):
@@ -108,16 +110,16 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
         (("rollout_data",), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
         (("rollout_data", "tis"), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
         (("rollout_data", "loss"), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}),
-        (("rollout_data", "before_train_step"), {"lr_decay": {}}, {}),
-        (("rollout_data", "before_train_step"), {"lr_decay": {}}, {"release_train": True}),
-        (("tis", "before_train_step"), {"lr_decay": {"decay_period": 9}}, {"release_train": True}),
+        (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {}),
+        (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {"release_train": True}),
+        (("tis", "before_train_step"), EVERY_9, {"release_train": True}),
         (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "num_steps_per_rollout": 2}),
         (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "advantage_estimator": "gspo"}),
         (("tis",), TOKEN_TIS, {"true_on_policy_mode": True}),
-        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_decay": {"decay_period": None}}, {}),
-        (("before_train_step",), {"lr_decay": {"decay_period": 204}}, {}),
-        (("rollout_data", "before_train_step"), {**TOKEN_TIS, "lr_gate": {}}, {}),
-        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_gate": {"signal": "length", "target": 9}}, {}),
+        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_rule": {"rule": "length_decay", "decay_period": None}}, {}),
+        (("before_train_step",), EVERY_9, {}),
+        (("rollout_data", "before_train_step"), {**TOKEN_TIS, "lr_rule": "mismatch"}, {}),
+        (("tis", "before_train_step"), {**TOKEN_TIS, **BY_LENGTH}, {}),
     ],
 )
 def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
         args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts), whole_rollouts=whole_rollouts)
         slime.check(args)
         settings = read(args)
-        assert settings.correction == (correction or RolloutCorrection()) and settings.lr_decay == decay
+        assert settings.correction == (correction or RolloutCorrection()) and settings.lr_rule == decay
     for pooled, sentence in (
         ({"preset": "token-tis", "normalize": "batch"}, "normalize must be 'none'"),
         ({"preset": "token-tis", "max_k3": 0.1}, "max_k3 must be unset"),
@@ -158,17 +160,17 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
                 recipe(batch, decay, whole_rollouts=False)
 
 
-def test_the_recipe_of_a_gate_sees_whole_rollouts_or_is_refused() -> None:
-    token_tis, gate = RolloutCorrection.preset("token-tis"), LRGateSettings()
-    args = parsed(recipe(token_tis, gate, whole_rollouts=True), whole_rollouts=True)
+def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused() -> None:
+    token_tis, rule = RolloutCorrection.preset("token-tis"), MismatchSettings()
+    args = parsed(recipe(token_tis, rule, whole_rollouts=True), whole_rollouts=True)
     slime.check(args)
-    assert read(args).lr_rule == gate and args.rollout_data_postprocess_path and not args.use_tis
-    by_length = LRGateSettings(signal="length", target=9.0)
+    assert read(args).lr_rule == rule and args.rollout_data_postprocess_path and not args.use_tis
+    by_length = MismatchSettings(signal="length", target=9.0)
     for whole_rollouts in (True, False):
         found = recipe(None, by_length, whole_rollouts=whole_rollouts)
         slime.check(parsed(found, whole_rollouts=whole_rollouts))
     for whole_rollouts, old in ((False, "recompute"), (True, "current")):
-        with pytest.raises(ValueError, match="signal of lr_gate must be 'length'"):
-            recipe(dataclasses.replace(token_tis, old=old), gate, whole_rollouts=whole_rollouts)
-    with pytest.raises(ValueError, match="lr_gate must be LRGateSettings, which go into a YAML file, got LRGate"):
-        recipe(token_tis, gate.build(1.0), whole_rollouts=True)
+        with pytest.raises(ValueError, match="signal of lr_rule must be 'length'"):
+            recipe(dataclasses.replace(token_tis, old=old), rule, whole_rollouts=whole_rollouts)
+    with pytest.raises(ValueError, match="lr_rule must be settings, .* which go into a YAML file, got Mis"):
+        recipe(token_tis, rule.build(1.0), whole_rollouts=True)

@@ -46,7 +46,7 @@ def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> 
     ("text", "sentence"),
     [
         ("/no/such/file.yaml", "no such file"),
-        ("{lr_decay: null}", "MEGATRON_RC_CONFIG must have correction, lr_decay, lr_gate, head or"),
+        ("{lr_rule: null}", "MEGATRON_RC_CONFIG must have correction, lr_rule, head or"),
     ],
 )
 def test_a_failure_of_the_plugin_is_one_sentence(text: str, sentence: str, monkeypatch: Any, capsys: Any) -> None:
@@ -67,7 +67,7 @@ from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 assert validate_config({CONFIG!r}, False, False) == "validated"
 print(json.dumps(get_ppo_ray_runtime_env()["env_vars"]))
 """
-    text = "{correction: token-tis, lr_decay: {decay_period: 7}}"
+    text = "{correction: token-tis, lr_rule: {rule: length_decay, decay_period: 7}}"
     plugin = {"VERL_USE_EXTERNAL_MODULES": "megatron_rc.integrations.verl.plugin", "MEGATRON_RC_CONFIG": text}
     done = process(code, **plugin)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ print(json.dumps(get_ppo_ray_runtime_env()["env_vars"]))
 @pytest.mark.host("verl", proof="stand-in", feature="everything is given back")
 def test_functions_are_replaced_as_their_modules_arrive_and_all_are_given_back() -> None:
     module("verl.utils.config")
-    with patch("verl", correction=RolloutCorrection.preset("token-tis"), lr_decay=LengthDecaySettings()) as ours:
+    with patch("verl", correction=RolloutCorrection.preset("token-tis"), lr_rule=LengthDecaySettings()) as ours:
         report = ours.report()
         assert "verl 0.10.0.dev, patched" in report and "verl.utils.config.validate_config: refuses" in report
         waiting = report.partition("to be replaced once this process imports them: ")[2].splitlines()[0].split(", ")
@@ -107,14 +107,14 @@ def test_what_settings_do_not_need_is_left_alone() -> None:
         assert hasattr(module(f"{PPO}core_algos").get_policy_loss_fn, "__wrapped__")
         for name, symbol in ((V1, "PPOTrainer"), (V0, "RayPPOTrainer")):
             assert not hasattr(getattr(module(name), symbol)._update_actor, "__wrapped__")
-    with patched("{lr_decay: {}}"):
+    with patched("{lr_rule: length_decay}"):
         helper = module(f"{PPO}rollout_corr_helper").compute_rollout_correction_and_add_to_batch
         assert not hasattr(helper, "__wrapped__")
 
 
 def test_a_patch_in_this_process_refuses_a_rule_that_no_other_process_could_be_given() -> None:
-    with pytest.raises(ValueError, match="lr_decay must be LengthDecaySettings, which go to other processes"):
-        patch("verl", lr_decay=LengthDecayLR(1e-3))
+    with pytest.raises(ValueError, match="lr_rule must be settings, .* which go to other processes"):
+        patch("verl", lr_rule=LengthDecayLR(1e-3))
 
 
 @pytest.mark.host("verl", proof="stand-in", feature="symbols where they are expected")
@@ -141,9 +141,10 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
         ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),
         ("{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
          "when must be 'always' unless old is 'rollout'"),
-        ("{correction: none, denominator: kept, lr_decay: {}}", "denominator must be 'original' for a learning rate"),
-        ("{correction: {old: rollout}, lr_gate: {signal: k3, target: 1}}", "signal of lr_gate must be 'length'"),
-        ("{correction: none, lr_decay: {}, lr_gate: {target: 1}}", "lr_decay and lr_gate must not be set together"),
+        ("{correction: none, denominator: kept, lr_rule: length_decay}",
+         "denominator must be 'original' for a learning rate"),
+        ("{correction: {old: rollout}, lr_rule: {rule: mismatch, signal: k3, target: 1}}",
+         "signal of lr_rule must be 'length'"),
         ("{correction: none, inner: bypass_mode}", "inner must be a loss_mode of verl that takes weights"),
         ("{correction: none, max_nonfinite_share: 2}", "max_nonfinite_share must be in"),
         ("{corection: none}", "corection"),
@@ -162,8 +163,8 @@ LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.
 @pytest.mark.parametrize(
     ("text", "path", "value", "sentence"),
     [
-        ("{lr_decay: {}}", "actor_rollout_ref.actor.strategy", "fsdp2", "actor.strategy=megatron"),
-        ("{lr_decay: {}}", LOSS_MODE, "megatron_rc", "needs a correction in"),
+        ("{lr_rule: length_decay}", "actor_rollout_ref.actor.strategy", "fsdp2", "actor.strategy=megatron"),
+        ("{lr_rule: length_decay}", LOSS_MODE, "megatron_rc", "needs a correction in"),
         ("{correction: none}", "algorithm.rollout_correction", None, "must not be null: verl then never calls"),
         ("{correction: none}", "algorithm.rollout_correction.rollout_is", "token", "rollout_is must be null"),
         ("{correction: none}", "algorithm.rollout_correction.rollout_rs", "token_k1", "rollout_rs must be null"),
@@ -255,7 +256,8 @@ def test_rejected_tokens_leave_the_update_of_both_trainers_only_for_denominator_
 
 @pytest.mark.parametrize(
     ("text", "metric"),
-    [("{lr_decay: {}}", "lr_decay/scale"), ("{lr_gate: {signal: length, target: 1000}}", "lr_gate/scale"),
+    [("{lr_rule: length_decay}", "lr_rule/scale"),
+     ("{lr_rule: {rule: mismatch, signal: length, target: 1000}}", "lr_rule/scale"),
      ("{correction: {old: rollout}}", "rc/k3")],
 )  # fmt: skip
 def test_workers_that_never_loaded_the_plugin_are_noticed_after_their_first_update(text: str, metric: str) -> None:

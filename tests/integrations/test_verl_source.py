@@ -136,9 +136,9 @@ def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it
     halvings = [1, 0.5, 0.5, 0.25, 0.25, 0.125]
     expected = [1e-3 * (1 - step / 100) * scale for step, scale in enumerate(halvings) for _ in range(2)]
     assert answer["whole"] == pytest.approx(expected)
-    assert [each["actor/lr_decay/scale"] for each in answer["metrics"]] == halvings
+    assert [each["actor/lr_rule/scale"] for each in answer["metrics"]] == halvings
     assert answer["own"] == [1e-3, 1e-3]
-    assert set(answer["state"]) - set(answer["own_state"]) == {"megatron_rc_length_decay"}
+    assert set(answer["state"]) - set(answer["own_state"]) == {"megatron_rc_lr_rule"}
 
 
 @real
@@ -149,7 +149,7 @@ def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_it
         "algorithm.rollout_correction.bypass_mode",
         "algorithm.rollout_correction.bypass_mode",
         "algorithm.rollout_correction.rollout_is",
-        "lr_decay",
+        "lr_rule",
     ]
 
 

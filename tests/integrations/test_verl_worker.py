@@ -121,12 +121,12 @@ def rates(made: Any, batches: list[dict[str, Any]]) -> list[float]:
 @pytest.mark.host("verl", proof="stand-in", feature="length decay: resume")
 def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_state() -> None:
     batches = [batch_of(2, 4)] * 6
-    with patched("{lr_decay: {decay_period: 2}}"):
+    with patched("{lr_rule: {rule: length_decay, decay_period: 2}}"):
         whole = rates(worker(Engine()), batches)
         first = worker(Engine())
         begun = rates(first, batches[:3])
         saved = first.engine.lr_scheduler.state_dict()
-    with patched("{lr_decay: {decay_period: 2}}"):
+    with patched("{lr_rule: {rule: length_decay, decay_period: 2}}"):
         engine = Engine()
         engine.lr_scheduler.load_state_dict(saved)
         assert begun + rates(worker(engine), batches[3:]) == whole
@@ -136,7 +136,7 @@ def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_s
 
 
 def test_undo_takes_the_rule_off_a_scheduler_that_lives_on() -> None:
-    with patched("{lr_decay: {decay_period: 1}}"):
+    with patched("{lr_rule: {rule: length_decay, decay_period: 1}}"):
         engine = Engine()
         rates(worker(engine), [batch_of(3)])
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.99e-3)
@@ -144,7 +144,7 @@ def test_undo_takes_the_rule_off_a_scheduler_that_lives_on() -> None:
 
 
 def test_a_critic_keeps_its_learning_rate() -> None:
-    with patched("{lr_decay: {decay_period: 1}}"):
+    with patched("{lr_rule: {rule: length_decay, decay_period: 1}}"):
         actor, critic = Engine(), Engine(is_value_model=True)
         answers = worker(critic, "value_model").train_mini_batch(batch_of(3))["metrics"]
         assert answers == {"lr": [1e-3]}
@@ -152,7 +152,7 @@ def test_a_critic_keeps_its_learning_rate() -> None:
 
 
 def test_an_engine_without_megatrons_scheduler_is_refused() -> None:
-    with patched("{lr_decay: {}}"), pytest.raises(ValueError, match="actor.strategy=megatron"):
+    with patched("{lr_rule: length_decay}"), pytest.raises(ValueError, match="actor.strategy=megatron"):
         worker(SimpleNamespace(get_data_parallel_group=lambda: None)).train_mini_batch(batch_of(3))  # type: ignore[arg-type]
 
 
@@ -160,19 +160,21 @@ def test_the_gate_reads_k3_of_the_rollout_that_is_trained_on() -> None:
     batch = cases.rollout(0)
     fields = {"response_mask": batch.mask, "old_log_probs": batch.old}
     expected = corrected("{correction: none}", batch)[1]["rc/k3"]
-    with patched("{correction: none, lr_gate: {signal: k3, target: 1}}"):
+    with patched("{correction: none, lr_rule: {rule: mismatch, signal: k3, target: 1}}"):
         made = worker(Engine())
         with pytest.raises(ValueError, match="get no rollout_log_probs"):
             made.train_mini_batch(fields)
         metrics = made.train_mini_batch({**fields, "rollout_log_probs": batch.rollout})["metrics"]
-    assert metrics["lr_gate/signal"] == [pytest.approx(expected)]
+    assert metrics["lr_rule/signal"] == [pytest.approx(expected)]
 
 
 def _rank(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     sys.path.insert(0, str(sources.STUB))
     batch = cases.rollout(2)
     mine = cases.Rollout(*(part[rank::2] for part in batch))
-    text = json.dumps({"correction": cases.correction("seq_mean_k3", old="rollout").to_dict(), "lr_decay": {}})
+    text = json.dumps(
+        {"correction": cases.correction("seq_mean_k3", old="rollout").to_dict(), "lr_rule": "length_decay"}
+    )
     with patched(text) as session:
         made = worker(Engine(), update=lambda data: loss_of(mine, mine.rollout, None, 1 + rank))
         fields = {"response_mask": mine.mask, "rollout_log_probs": mine.rollout, "old_log_probs": mine.rollout}

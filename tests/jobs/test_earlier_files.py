@@ -34,14 +34,14 @@ def test_an_earlier_run_gets_a_report(folder: Path, arm: str) -> None:
     done = CliRunner().invoke(app, ["report", str(folder / arm)])
     assert done.exit_code == 0, done.output
     page = (folder / arm / "report.html").read_text()
-    titles = {"Warm-up: cross-entropy", "Reward", "k3 by lag", "Tokens by lag", "Corrected share", "Learning rate"}
+    titles = {"Warm-up: cross-entropy", "Reward", "k3 by lag", "Tokens by lag", "Corrected share", "Learning-rate rule"}
     assert titles <= {title.strip() for title in re.findall("<h2>([^<]*)", page)}
 
 
 # at the next step, by the earlier version; how a replayed step ends depends on nothing that machines round differently
 GOES_ON = {
-    "decay": {"step": 5, "lr": 1.25e-4, "lr_decay/scale": 0.5, "lag": 1},
-    "gate": {"step": 3, "lr": 7.5e-5, "lr_gate/scale": 0.5, "grad_norm": 2.7919, "old/k3": 2.5568e-4, "loss": 0.030916},
+    "decay": {"step": 5, "lr": 1.25e-4, "lr_rule/scale": 0.5, "lag": 1},
+    "gate": {"step": 3, "lr": 7.5e-5, "lr_rule/scale": 0.5, "grad_norm": 2.7919, "old/k3": 2.5568e-4, "loss": 0.030916},
 }  # fmt: skip
 
 

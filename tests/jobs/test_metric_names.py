@@ -30,12 +30,12 @@ CASES = {
         "warmup={steps: 2, batch_size: 32, target_accuracy: 1.0, check_interval: 1}",
         "correction={weight: {upper: measured}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}, "
         "{statistic: standardized, upper: 9.0}]}",
-        "lr_decay={decay_period: 3}",
+        "lr_rule={rule: length_decay, decay_period: 3}",
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
     "clipped": [
         "correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}",
-        "lr_gate={rule: halve}",
+        "lr_rule={rule: mismatch, action: halve}",
         "train.grad_cosine=true",
     ],
     "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}", "train.asynchronous=1"],

@@ -22,6 +22,7 @@ from torch.overrides import _pop_mode_temporarily
 from megatron_rc.batch import Support
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
+from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.policy_loss import policy_loss
@@ -129,7 +130,7 @@ def correction_step(logprobs: Tensor) -> Tensor:
 
 def head_step(hidden: Tensor) -> Tensor:
     targets = torch.arange(len(hidden), device=hidden.device)
-    found = linear_logprobs(2 * hidden, hidden.detach() * 3, targets, chunk=100, backend="triton")
+    found = linear_logprobs(2 * hidden, hidden.detach() * 3, targets, head=HeadInputs(chunk=100), backend="triton")
     assert isinstance(found, Tensor)
     return found.mean()
 

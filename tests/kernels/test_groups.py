@@ -11,8 +11,8 @@ from head_case import Result, by_head, distance, exact, head_case
 from row_problems import small_blocks
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
 from megatron_rc.collectives import all_gather_into, reduce_scatter_into
+from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.logits import gather_statistics, vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
 
@@ -34,7 +34,7 @@ def everything(rank: int, world: int) -> dict[Any, Any]:
     whole = case.hidden @ case.weight.T
     mine = whole[:, shard(rank, world)].contiguous()
     rows = Rows(case.targets, 0.7, torch.arange(TOKENS) % 5 != 2, None, None, shard(rank, world).start, mine.shape[1])
-    kernels = backend_module("rows", "triton")
+    kernels = backends.computing("triton")
     found: dict[Any, Any] = {}
     with small_blocks():
         # a group of one does not gather by itself

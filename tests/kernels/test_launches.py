@@ -6,6 +6,7 @@ import torch.distributed as dist
 from correction_book import case
 from distributed import run_ranks
 from extras import correct
+from grouped import grouped
 from kernel_calls import EVERY_LEVEL
 
 from megatron_rc.backend import set_debug_checks
@@ -46,7 +47,7 @@ def update(tp_group: dist.ProcessGroup | None, width: int) -> Launches:
         options = {"tp_group": tp_group, "with_entropy": True, "backend": "triton"}
         logprobs, entropy = vocab_parallel_logprobs(logits, targets, temperature=0.9, mask=ones, **options)
         terms = {"reference_logprobs": old, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.01}
-        loss, _ = policy_loss(logprobs, old, advantages, corrected, scale=scale, backend="triton", **terms)
+        loss, _ = policy_loss(logprobs, old, advantages, corrected, scale=scale, backend="triton", **grouped(**terms))
         torch.autograd.grad(loss, logits, upstream)
 
     step()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from head_case import by_head, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support, unchecked
 
@@ -54,7 +55,7 @@ def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
     options |= {"with_kept_mass": True, "with_varentropy": True}
     expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, backend="torch", **options)
     head = case.hidden, case.weight, case.targets
-    found = linear_distribution(*head, rows=rows, chunk=3, backend="triton", **options)
+    found = linear_distribution(*head, **grouped(rows=rows, chunk=3, backend="triton", **options))
     for value, true in zip(found, expected, strict=True):
         assert value is not None and true is not None and distance(value, true.double()) <= 5e-6
 
@@ -82,9 +83,10 @@ def test_a_chunk_costs_few_launches_and_nothing_waits(form: str, kept: bool, lau
 
     def step(chunk: int) -> None:
         if form == "policy_loss":
-            linear_policy_loss(*leaves, case.targets, *given, chunk=chunk, **of_loss, **options).loss.backward()
+            of_chunk = grouped(chunk=chunk, **of_loss, **options)
+            linear_policy_loss(*leaves, case.targets, *given, **of_chunk).loss.backward()
         else:
-            logprobs, entropy = linear_logprobs(*leaves, case.targets, chunk=chunk, **options)
+            logprobs, entropy = linear_logprobs(*leaves, case.targets, **grouped(chunk=chunk, **options))
             torch.autograd.backward([logprobs, entropy], [torch.ones_like(logprobs)] * 2)
 
     with unchecked():

@@ -1,5 +1,6 @@
 """The fused policy loss, interpreted, against the fp64 torch backend."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
 from megatron_rc.loss import reference
-from megatron_rc.loss.reference import LossInputs, LossOptions
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.reference import LossInputs
 
 pytestmark = [
     pytest.mark.kernel,
@@ -126,6 +128,18 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
             )
 
 
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2"])
+def test_a_kl_estimator_changes_the_value_alone(kl_estimator: str) -> None:
+    batch, terms = tokens(70, 3, 1.0), ("reference",)
+    found, usual = (evaluate(batch, "triton", parts=terms, kl_coef=0.3, kl_estimator=k) for k in (kl_estimator, "k3"))
+    truth = evaluate(
+        batch, "torch", dtype=torch.float64, parts=terms, kl_coef=0.3, kl_estimator=kl_estimator
+    ).metrics.values()
+    assert torch.equal(found.by_current, usual.by_current)
+    assert {name: found.metrics.values()[name] for name in truth} == pytest.approx(truth, rel=1e-5)
+    assert truth["kl_ref"] != pytest.approx(usual.metrics.values()["kl_ref"], rel=0.01)
+
+
 def test_log_ratios_move_the_loss_up_to_their_bound_and_no_further() -> None:
     bound = 20.0
     beyond = torch.tensor(bound).nextafter(torch.tensor(INF)).item()
@@ -223,16 +237,16 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
 def test_the_number_of_tiles_changes_sums_by_fp64_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tokens(300, 2)
     arguments = [batch[n] for n in ("current", "old", "advantages", "weights", "mask", "scale", "reference", "entropy")]
-    options: dict[str, Any] = dict(surrogate="ppo", clip_lower=0.2, clip_upper=0.28, dual_clip=1.5)
-    options |= dict(kl_coef=0.1, entropy_coef=0.1, log_ratio_bound=20.0)
+    *inputs, entropy = arguments
+    options = LossOptions(dual_clip=1.5, kl_coef=0.1, entropy_coef=0.1)
     results = []
     for block in (16, 16, 64, 1024):
         monkeypatch.setitem(LAUNCH, "policy_loss", LAUNCH["policy_loss"]._replace(block=block))
-        results.append(policy_loss_fwd(*arguments, **options, with_coefficients=True))
+        results.append(policy_loss_fwd(*arguments, **asdict(options), log_ratio_bound=20.0, with_coefficients=True))
     (loss, totals, coefficients), repeated, *others = results
     assert torch.equal(loss, repeated[0]) and torch.equal(totals, repeated[1])
     for other in (repeated, *others):
         torch.testing.assert_close(other[1], totals, rtol=1e-13, atol=1e-15)
         assert coefficients is not None and torch.equal(other[2], coefficients)
-    expected = reference.policy_loss(LossInputs(*arguments), LossOptions(**options))[1]
+    expected = reference.policy_loss(inputs[0], entropy, LossInputs(*inputs[1:], 20.0), options)[1]
     torch.testing.assert_close(totals, expected, rtol=1e-6, atol=1e-7)

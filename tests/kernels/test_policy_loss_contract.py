@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from loss_batch import corrected_of, with_every_term
 from policy_loss_data import evaluate, tokens
 
@@ -30,7 +31,7 @@ def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
 
     def forward() -> None:
         result = policy_loss(
-            current, batch["old"], batch["advantages"], corrected, scale=scale, entropy_coef=0.1, **options
+            current, batch["old"], batch["advantages"], corrected, scale=scale, **grouped(entropy_coef=0.1, **options)
         )
         results.append(result.loss)
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from correction_book import Case, case
 from extras import correct
+from grouped import grouped
 from kernel_calls import EVERY_LEVEL
 from logprobs_truth import unchecked
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
+from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
 from megatron_rc.loss.policy_loss import policy_loss
@@ -51,7 +52,7 @@ def merged(count: int, draw: random.Random) -> None:
     targets, mask = sliced(torch.zeros(count, dtype=torch.int64), draw), sliced(torch.ones(count), draw)
     rows = Rows(targets, 1.0, mask, None, None, 0, VOCABULARY)
     gathered = torch.zeros(draw.choice([2, 3, 4, 8, 16]), 4, count)
-    backend_module("rows", "triton").merge_shards(gathered, rows, with_entropy=True)
+    backends.computing("triton").merge_shards(gathered, rows, with_entropy=True)
 
 
 def packed(count: int, draw: random.Random) -> Case:
@@ -78,7 +79,7 @@ def losses(count: int, draw: random.Random) -> None:
     corrected = Corrected(weights, mask, torch.zeros(1, dtype=torch.bool), MetricSums(), RolloutCorrection())
     terms: dict[str, Any] = {"reference_logprobs": reference, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.1}
     current.requires_grad_()
-    loss, _ = policy_loss(current, old, advantages, corrected, scale=scale, backend="triton", **terms)
+    loss, _ = policy_loss(current, old, advantages, corrected, scale=scale, backend="triton", **grouped(**terms))
     loss.backward()
 
 

@@ -10,12 +10,12 @@ from on_device import assert_same, far_apart
 from row_problems import BLOCK, Problem, assert_exact, kept_problem, small_blocks, solve
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.softmax import Rows, Softmax
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
+from megatron_rc.logprobs import backends
 from speed.traffic import Traffic, counted_traffic
 
 # of NumPy, where the interpreter computes with NaN and infinity
@@ -110,8 +110,7 @@ def test_statistics_are_those_of_the_reference_also_without_any_valid_column() -
     problem = kept_problem(mask=torch.tensor([1.0, 0.0, 2.0, 1.0]), temperature=0.7)
     for shard in replace(problem, widths=(50, 40), options=problem.options | {"vocab_size": 50}).shards():
         found, expected = (
-            backend_module("rows", backend).shard_statistics(*shard, with_entropy=True)
-            for backend in ("triton", "torch")
+            backends.computing(backend).shard_statistics(*shard, with_entropy=True) for backend in ("triton", "torch")
         )
         kept = torch.tensor([0, 2, 3])
         torch.testing.assert_close(found[:, kept], expected[:, kept], atol=1e-6, rtol=1e-6)

@@ -15,6 +15,7 @@ from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.launch import memory
 from megatron_rc.launch.dry_run import Division, divided, print_dry_run
 from megatron_rc.launch.layout import Options
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import job as settings
 from megatron_rc.settings.job import JobSettings
@@ -139,7 +140,7 @@ def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
     assert (train.lr, train.weight_decay, train.clip_grad) == (1e-6, 0.01, 1.0)
     assert (train.dtype, train.optimizer, train.mini_batches_per_rollout) == ("bf16", "adam", 1)
     assert job.correction == RolloutCorrection.preset("none")
-    assert job.lr_decay is not None and job.lr_decay.min_lr_ratio == 0.1
+    assert job.lr_rule == LengthDecaySettings(min_lr_ratio=0.1)
 
 
 def test_memory_by_hand() -> None:

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_curves import algorithm_1, assert_every_state_resumes, jump, length_curves, rates
 
-from megatron_rc import LengthDecayLR, SurgeDetector, schema
+from megatron_rc import LengthDecayLR, SurgeDetector, learning_rate
 from megatron_rc.drawing import svg
 from megatron_rc.drawing.series import Mark
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.report.curves import headlines, marks
 from megatron_rc.report.run_page import write_report
-from megatron_rc.settings.job import JobSettings
 
 NAN = math.nan
 
@@ -64,7 +64,7 @@ def test_without_a_surge_the_rate_stays() -> None:
 def test_a_given_period_is_not_changed_by_a_surge_which_is_still_reported() -> None:
     decay = LengthDecayLR(1e-6, decay_period=204)
     assert rates(decay, jump(50, 500)) == algorithm_1(1e-6, 204, 0.1, 500)
-    assert decay.metrics()["lr_decay/surge_step"] == 52 and decay.metrics()["lr_decay/period"] == 204
+    assert decay.metrics()["lr_rule/surge_step"] == 52 and decay.metrics()["lr_rule/period"] == 204
 
 
 @pytest.mark.parametrize("nothing", [None, math.nan])
@@ -101,7 +101,7 @@ def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(at: int) -> Non
     shares = [min(1.0, length / 9000) if t % 7 else None for t, length in enumerate(curve)]
     expected = assert_every_state_resumes(lambda: LengthDecayLR(1e-6), [*zip(curve, shares, strict=True)])
     assert len({lr for lr, *_ in expected}) >= 3
-    assert expected[-1][1]["lr_decay/surge_in_warmup"] == (at == 8)
+    assert expected[-1][1]["lr_rule/surge_in_warmup"] == (at == 8)
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -145,7 +145,7 @@ def test_settings_and_constructor_have_the_same_arguments_and_defaults() -> None
     assert [(p.name, p.kind) for p in parameters[:1]] == [("initial_lr", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
     defaults = {p.name: p.default for p in parameters[1:]}
-    assert defaults == vars(LengthDecaySettings())
+    assert {"rule": "length_decay", **defaults} == vars(LengthDecaySettings())
     assert list(defaults) == ["min_lr_ratio", "decay_period", "period_per_surge", "detector"]
     chosen = LengthDecaySettings(
         min_lr_ratio=0.2, decay_period=7, period_per_surge=1.5, detector=SurgeDetector(fast=0.5)
@@ -153,20 +153,6 @@ def test_settings_and_constructor_have_the_same_arguments_and_defaults() -> None
     built = chosen.build(2.0)
     assert (built.initial_lr, built.min_lr_ratio, built.decay_period, built.period_per_surge) == (2.0, 0.2, 7, 1.5)
     assert asdict(built.detector) == asdict(chosen.detector)
-
-
-def test_the_yaml_of_a_job_takes_null_an_empty_mapping_and_every_field() -> None:
-    def read(text: str) -> LengthDecaySettings | None:
-        return schema.from_dict(JobSettings, schema.load_yaml(text)).lr_decay
-
-    assert read("lr_decay: null") is None is JobSettings().lr_decay
-    assert read("lr_decay: {}") == LengthDecaySettings()
-    assert read("lr_decay: {decay_period: 204}") == LengthDecaySettings(decay_period=204)
-    assert read("lr_decay: {detector: {warmup: 5}}") == LengthDecaySettings(detector=SurgeDetector(warmup=5))
-    with pytest.raises(ValueError, match="lr_decay.detector: patience must be >= 1, got 0"):
-        read("lr_decay: {detector: {patience: 0}}")
-    with pytest.raises(ValueError, match="unknown field 'lr_decay.period'; did you mean 'decay_period'"):
-        read("lr_decay: {period: 204}")
 
 
 def records(decay: LengthDecayLR, lengths: list[float]) -> list[dict[str, Any]]:
@@ -182,6 +168,7 @@ def test_the_report_marks_the_surge_and_every_cut() -> None:
     expected = [Mark(52, "surge"), Mark(93, "×0.5"), Mark(186, "×0.25"), Mark(279, "×0.125"), Mark(372, "×0.1")]
     assert marks(run) == expected
     assert marks(run[:64]) == expected[:1] and marks(run[:63]) == [] and marks([{"step": 1, "lr": 1e-6}]) == []
+    assert marks(records(LengthDecayLR(1e-6, decay_period=3), [9.0] * 5)) == [Mark(3, "×0.5")]
     (headline,) = [h for h in headlines(run) if h.label == "Response length surged"]
     assert (headline.value, headline.note) == ("step 52", "learning rate halves every 93 steps")
 
@@ -197,8 +184,8 @@ def test_marks_stand_on_the_curves_of_length_and_learning_rate_at_their_steps(tm
     run = records(LengthDecayLR(1e-6), jump(50, 200))
     page = write_report(run, tmp_path / "report.html").read_text()
     charts = dict(re.findall(r'<svg class="chart"[^>]*aria-label="([^"]*)"[^>]*>(.*?)</svg>', page, re.DOTALL))
-    assert sorted(charts) == ["Held-out accuracy", "Learning rate", "Response length"]
-    assert 'class="mark"' not in charts.pop("Held-out accuracy")
+    assert sorted(charts) == ["Held-out accuracy", "Learning rate", "Learning-rate rule", "Response length"]
+    assert 'class="mark"' not in charts.pop("Held-out accuracy") + charts.pop("Learning-rate rule")
     for chart in charts.values():
         places = re.findall(r'<line class="mark" x1="([\d.]+)"', chart)
         assert re.findall(r'<text class="mark"[^>]*>([^<]*)<', chart) == ["surge", "×0.5", "×0.25"]
@@ -209,3 +196,14 @@ def test_marks_stand_on_the_curves_of_length_and_learning_rate_at_their_steps(tm
 
 def test_it_prints_what_it_will_do() -> None:
     assert repr(LengthDecayLR(1e-6, decay_period=204)) == "LengthDecayLR(1e-06, decay_period=204, min_lr_ratio=0.1)"
+
+
+def test_the_story_of_the_room_is_the_rule_with_its_defaults() -> None:
+    code = textwrap.dedent("\n".join(re.findall(r"^(?: {4}.*)?$", learning_rate.__doc__ or "", re.MULTILINE)))
+    quiet = length_curves(3, 300, at=1e9, seed=2)
+    for lengths in (*length_curves(6, 300, at=70.0, seed=3), *length_curves(3, 300, at=110.0, width=1.0), *quiet):
+        names: dict[str, Any] = {"lengths": lengths, "math": math}
+        exec(code, names)
+        rule = LengthDecayLR(1.0)
+        assert names["scales"] == rates(rule, lengths) and names["surge"] == rule.detector.surge_step
+        assert (len(set(names["scales"])) > 1) == (lengths not in quiet)

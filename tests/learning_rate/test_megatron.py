@@ -12,7 +12,7 @@ from jobs import run_together, settings_file, train
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from warm_models import TASK, doctored, timeless, warm_model
 
-from megatron_rc import LengthDecayLR, LRGate
+from megatron_rc import LengthDecayLR, MismatchLR
 from megatron_rc.report.log import read_metrics
 
 LR = 1e-6
@@ -178,11 +178,14 @@ JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 4},
     "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
 }
-TWO_UPDATES = ("train.mini_batches_per_rollout=2", "lr_decay={decay_period: 3, detector: {warmup: 2}}")
-GATE = (
+TWO_UPDATES = (
+    "train.mini_batches_per_rollout=2",
+    "lr_rule={rule: length_decay, decay_period: 3, detector: {warmup: 2}}",
+)
+BY_MISMATCH = (
     "rollout.amplify=0.2",
     "correction={preset: token-tis, old: current}",
-    "lr_gate={rule: halve, target: 1.0, patience: 2, floor: 0.2}",
+    "lr_rule={rule: mismatch, action: halve, target: 1.0, patience: 2, floor: 0.2}",
 )
 
 
@@ -196,27 +199,28 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return train(config, folder / name, *assignments)
 
     def replayed(recording: str) -> list[str]:
-        return job("failed", "lr_decay.decay_period=2", "rollout.engine=recorded", f"rollout.recorded_path={recording}")
+        rule = "lr_rule={rule: length_decay, decay_period: 2}"
+        return job("failed", rule, "rollout.engine=recorded", f"rollout.recorded_path={recording}")
 
     first = [
         [*job("good", "train.steps=3"), "--dump"],
         job("whole", *TWO_UPDATES),
         job("parts", *TWO_UPDATES, "train.steps=5"),
-        job("gate", *GATE, "train.steps=5"),
+        job("mismatch", *BY_MISMATCH, "train.steps=5"),
     ]
     assert [status for status, _ in run_together(first, folder)] == [0] * 4
     bad = doctored(folder, "nans", lambda values: [math.nan] * len(values))
     second = [
         replayed(bad),
         job("parts", *TWO_UPDATES),
-        job("good", "lr_decay.decay_period=4", "train.steps=5"),
-        job("gate", *GATE),
+        job("good", "lr_rule={rule: length_decay, decay_period: 4}", "train.steps=5"),
+        job("mismatch", *BY_MISMATCH),
     ]
     (failed, said), *others = run_together(second, folder)
     assert failed == 2 and "NaN or infinite log-probs" in said
     assert [status for status, _ in others] == [0] * 3
     (state,) = (folder / "failed" / "checkpoints").glob("rl-000001/state.json")
-    assert json.loads(state.read_text())["progress"]["lr_decay"]["rollouts"] == 1
+    assert json.loads(state.read_text())["progress"]["lr_rule"]["rollouts"] == 1
     ((status, said),) = run_together([[*replayed(str(folder / "good" / "dump")), "--set", "train.steps=3"]], folder)
     assert status == 0, said
     return folder
@@ -228,10 +232,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_job_halves_what_its_optimizer_uses_at_every_period(jobs: Path) -> None:
     records = steps(jobs / "whole")
-    assert [r["lr_decay/scale"] for r in records] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
-    assert all(r["lr_decay/period"] == 3.0 and r["lr_decay/length_ratio"] > 0 for r in records)
+    assert [r["lr_rule/scale"] for r in records] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    assert all(r["lr_rule/period"] == 3.0 and r["lr_rule/length_ratio"] > 0 for r in records)
     trained = [r for r in records if r["updates"] == 2][2:]  # after the linear warm-up
-    assert len(trained) > 3 and all(r["lr"] == 1e-3 * r["lr_decay/scale"] for r in trained)
+    assert len(trained) > 3 and all(r["lr"] == 1e-3 * r["lr_rule/scale"] for r in trained)
 
 
 def test_the_report_marks_the_cuts_on_both_curves(jobs: Path) -> None:
@@ -248,22 +252,22 @@ def test_a_resumed_job_has_the_rates_of_an_uninterrupted_one(jobs: Path) -> None
 
 
 def test_a_rollout_whose_update_failed_is_not_counted_twice_after_the_resume(jobs: Path) -> None:
-    assert [(r["step"], r["lr_decay/scale"]) for r in steps(jobs / "failed")] == [(1, 1.0), (2, 0.5), (3, 0.5)]
+    assert [(r["step"], r["lr_rule/scale"]) for r in steps(jobs / "failed")] == [(1, 1.0), (2, 0.5), (3, 0.5)]
 
 
 def test_switched_on_by_a_resume_it_counts_the_rollouts_before(jobs: Path) -> None:
     records = steps(jobs / "good")
-    assert [r.get("lr_decay/scale") for r in records] == [None, None, None, 0.5, 0.5]
-    assert records[-1]["lr_decay/unmeasured"] == 3.0
+    assert [r.get("lr_rule/scale") for r in records] == [None, None, None, 0.5, 0.5]
+    assert records[-1]["lr_rule/unmeasured"] == 3.0
 
 
-def test_a_gate_begins_every_rollout_with_its_own_sample_size_and_survives_a_resume(jobs: Path) -> None:
-    records, again = steps(jobs / "gate"), LRGate(1e-3, rule="halve", target=1.0, patience=2, floor=0.2)
+def test_a_rule_by_mismatch_begins_every_rollout_with_its_own_sample_size_and_survives_a_resume(jobs: Path) -> None:
+    records, again = steps(jobs / "mismatch"), MismatchLR(1e-3, action="halve", target=1.0, patience=2, floor=0.2)
     assert [r["step"] for r in records] == [*range(1, 9)]
     for record in records:
         again.step(record.get("current/ess_token_final"))
         assert {name: record[name] for name in again.metrics()} == again.metrics()
         if record["updates"] and record["step"] > 2:  # after the linear warm-up
             assert record["lr"] == pytest.approx(again.lr, rel=1e-12)
-    assert again.scale < 1 and 0 < records[-1]["lr_gate/signal"] < 1
-    assert "Learning-rate gate" in (jobs / "gate" / "report.html").read_text()
+    assert again.scale < 1 and 0 < records[-1]["lr_rule/signal"] < 1
+    assert "Learning-rate rule" in (jobs / "mismatch" / "report.html").read_text()

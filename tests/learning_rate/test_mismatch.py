@@ -10,14 +10,14 @@ import torch
 from length_curves import assert_every_state_resumes
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rc import LengthDecayLR, LRGate, MetricSums, RolloutCorrection, correct, patch, schema
+from megatron_rc import LengthDecayLR, MetricSums, MismatchLR, RolloutCorrection, correct, patch
 from megatron_rc.correction.settings import Weight
 from megatron_rc.drawing.series import Mark
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.slime.settings import SlimeSettings
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings, mismatch_signals
-from megatron_rc.learning_rate.rule import NOTHING, Signals
+from megatron_rc.learning_rate.mismatch import MismatchSettings
+from megatron_rc.learning_rate.rule import mismatch_signals
+from megatron_rc.learning_rate.scale import NOTHING, Signals
 from megatron_rc.report.curves import marks
 from megatron_rc.settings.job import JobSettings
 
@@ -27,18 +27,18 @@ BAD = {"ess": 0.125, "k3": 4e-3, "length": 16000.0, "grad_cosine": 0.8}
 GOOD = {"ess": 0.6, "k3": 5e-4, "length": 100.0, "grad_cosine": -0.9}
 
 
-def gate(signal: Any = "ess", **changes: Any) -> LRGate:
-    return LRGate(1e-3, signal=signal, target=TARGETS[signal], **changes)
+def rule_on(signal: Any = "ess", **changes: Any) -> MismatchLR:
+    return MismatchLR(1e-3, signal=signal, target=TARGETS[signal], **changes)
 
 
 @pytest.mark.parametrize("signal", TARGETS)
-def test_rule_scale_is_a_power_of_the_signal_over_its_target(signal: str) -> None:
-    one = gate(signal, power=0.5)
+def test_action_scale_is_a_power_of_the_signal_over_its_target(signal: str) -> None:
+    one = rule_on(signal, power=0.5)
     assert one.step(BAD[signal]) == pytest.approx(0.5e-3)
     assert one.step(TARGETS[signal]) == pytest.approx(1e-3)
     assert one.step(GOOD[signal]) == 1e-3 and one.scale == 1.0
-    assert gate(signal, power=1).step(BAD[signal]) == pytest.approx(0.25e-3)
-    assert gate(signal, power=4).step(BAD[signal]) == pytest.approx(1e-4)  # the floor
+    assert rule_on(signal, power=1).step(BAD[signal]) == pytest.approx(0.25e-3)
+    assert rule_on(signal, power=4).step(BAD[signal]) == pytest.approx(1e-4)  # the floor
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_rule_scale_is_a_power_of_the_signal_over_its_target(signal: str) -> Non
     [("ess", 0.0, 0.1), ("k3", 0.0, 1.0), ("k3", math.inf, 0.1), ("length", 0.0, 1.0), ("grad_cosine", 1.0, 0.1)],
 )
 def test_the_ends_of_a_signal_give_the_floor_or_one(signal: str, value: float, scale: float) -> None:
-    one = gate(signal)
+    one = rule_on(signal)
     one.step(value)
     assert one.scale == scale
 
 
 @pytest.mark.parametrize("signal", TARGETS)
-def test_rule_halve_halves_after_every_run_of_patience_and_never_grows(signal: str) -> None:
-    one = gate(signal, rule="halve", patience=3, floor=0.2)
+def test_action_halve_halves_after_every_run_of_patience_and_never_grows(signal: str) -> None:
+    one = rule_on(signal, action="halve", patience=3, floor=0.2)
     bad, good = BAD[signal], GOOD[signal]
     values = [bad, bad, good, bad, bad, bad, bad, None, bad, bad, *[good] * 3, *[bad] * 20]
     found = []
@@ -64,21 +64,21 @@ def test_rule_halve_halves_after_every_run_of_patience_and_never_grows(signal: s
 
 
 def test_an_unmeasured_rollout_counts_and_keeps_the_scale() -> None:
-    one = gate()
+    one = rule_on()
     one.step(0.125)
     assert one.step(None) == one.step(math.nan) == pytest.approx(0.5e-3)
     assert one.rollouts == 3 and one.news == ("learning rate x 0.5 as before: ess was not measured",)
-    assert one.metrics() == {"lr_gate/scale": pytest.approx(0.5), "lr_gate/unmeasured": 2.0}
+    assert one.metrics() == {"lr_rule/scale": pytest.approx(0.5), "lr_rule/unmeasured": 2.0}
 
 
 def test_every_decision_is_said_with_its_reason() -> None:
-    one, said = gate("k3", rule="halve", patience=2), []
+    one, said = rule_on("k3", action="halve", patience=2), []
     for value in (4e-3, 4e-3, 5e-4, 4e-3):
         one.step(value)
         said.append(one.news)
     reason = "k3 0.004 is above its target 0.001 for 2 rollouts in a row"
     assert said == [(), (f"learning rate x 0.5: {reason}",), (), ()]
-    one = gate()
+    one = rule_on()
     one.step(0.125)
     assert one.news == ("learning rate x 0.5: ess 0.125 is below its target 0.5",)
     one.step(0.7)
@@ -87,19 +87,19 @@ def test_every_decision_is_said_with_its_reason() -> None:
     assert one.news == ()
 
 
-@pytest.mark.parametrize("rule", ["scale", "halve"])
-def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(rule: Any) -> None:
+@pytest.mark.parametrize("action", ["scale", "halve"])
+def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(action: Any) -> None:
     draw = random.Random(3)
     values = [(draw.choice([None, draw.random()]),) for _ in range(60)]
-    expected = assert_every_state_resumes(lambda: gate(rule=rule, patience=2), values)
+    expected = assert_every_state_resumes(lambda: rule_on(action=action, patience=2), values)
     assert len({lr for lr, *_ in expected}) > 3
     with pytest.raises(ValueError, match="state must have the fields"):
-        gate().load_state_dict(LengthDecayLR(1.0).state_dict())
+        rule_on().load_state_dict(LengthDecayLR(1.0).state_dict())
 
 
 @pytest.mark.parametrize(("signal", "value"), [("ess", 1.1), ("ess", -0.1), ("k3", -1.0), ("grad_cosine", 1.5)])
 def test_an_impossible_signal_is_refused_and_leaves_no_trace(signal: str, value: float) -> None:
-    one = gate(signal)
+    one = rule_on(signal)
     before = one.state_dict()
     with pytest.raises(ValueError, match=f"{signal} must be in "):
         one.step(value)
@@ -110,7 +110,7 @@ def test_an_impossible_signal_is_refused_and_leaves_no_trace(signal: str, value:
     ("arguments", "message"),
     [
         ({"signal": "loss"}, "signal must be one of 'ess', 'k3', 'length', 'grad_cosine', got 'loss'"),
-        ({"rule": "stop"}, "rule must be one of 'scale', 'halve', got 'stop'"),
+        ({"action": "stop"}, "action must be one of 'scale', 'halve', got 'stop'"),
         ({"signal": "k3"}, "target must be given for signal 'k3'"),
         ({"target": 1.5}, "target is out of the range of signal 'ess', got 1.5"),
         ({"signal": "grad_cosine", "target": 1.0}, "target is out of the range of signal 'grad_cosine', got 1.0"),
@@ -120,16 +120,16 @@ def test_an_impossible_signal_is_refused_and_leaves_no_trace(signal: str, value:
     ],
 )
 def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], message: str) -> None:
-    for make in (lambda **each: LRGate(1.0, **each), LRGateSettings):
+    for make in (lambda **each: MismatchLR(1.0, **each), MismatchSettings):
         with pytest.raises(ValueError, match=message):
             make(**arguments)
 
 
 def test_settings_and_constructor_have_the_same_arguments_and_defaults() -> None:
-    parameters = list(inspect.signature(LRGate).parameters.values())
-    assert {p.name: p.default for p in parameters[1:]} == vars(LRGateSettings())
+    parameters = list(inspect.signature(MismatchLR).parameters.values())
+    assert {"rule": "mismatch", **{p.name: p.default for p in parameters[1:]}} == vars(MismatchSettings())
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
-    assert LRGateSettings().build(1.0).target == 0.5
+    assert MismatchSettings().build(1.0).target == 0.5
 
 
 TIS = RolloutCorrection.preset("token-tis")
@@ -138,11 +138,9 @@ TIS = RolloutCorrection.preset("token-tis")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr_decay": LengthDecaySettings(), "lr_gate": LRGateSettings(), "correction": TIS},
-         "must not be set together"),
-        ({"lr_gate": LRGateSettings(signal="grad_cosine", target=0.2), "correction": TIS},
-         "pass the cosine to LRGate.step"),
-        ({"lr_gate": LRGateSettings(), "correction": RolloutCorrection()},
+        ({"lr_rule": MismatchSettings(signal="grad_cosine", target=0.2), "correction": TIS},
+         "pass the cosine to the step of the rule"),
+        ({"lr_rule": MismatchSettings(), "correction": RolloutCorrection()},
          "needs a correction with a weight or a rejection"),
     ],
 )  # fmt: skip
@@ -152,16 +150,9 @@ def test_what_cannot_act_is_refused_wherever_it_is_written(where: Any, settings:
         where(**settings)
 
 
-def test_a_patch_without_a_correction_measures_nothing_for_a_gate() -> None:
-    with pytest.raises(ValueError, match="lr_gate needs a correction, which measures its signal 'k3'"):
-        patch(lr_gate=LRGateSettings(signal="k3", target=1e-3))
-
-
-def test_a_gate_in_the_settings_of_a_job() -> None:
-    text = "{correction: {weight: {level: sequence}}, lr_gate: {rule: halve, patience: 9}}"
-    settings = schema.from_dict(JobSettings, schema.load_yaml(text))
-    assert settings.lr_rule == LRGateSettings(rule="halve", patience=9)
-    assert JobSettings().lr_rule is None
+def test_a_patch_without_a_correction_measures_nothing_for_a_rule_on() -> None:
+    with pytest.raises(ValueError, match="lr_rule needs a correction, which measures 'k3'"):
+        patch(lr_rule=MismatchSettings(signal="k3", target=1e-3))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "segment"])
@@ -187,27 +178,27 @@ def test_the_effective_sample_size_is_that_of_the_weight_s_own_unit_after_the_mo
 def test_begin_reads_the_signal_that_it_is_for() -> None:
     signals = Signals(length=BAD["length"], truncated_share=0.5, ess=BAD["ess"], k3=BAD["k3"], grad_cosine=0.8)
     for signal in TARGETS:
-        assert gate(signal).begin(signals) == pytest.approx(0.5e-3)
-        assert gate(signal).begin(NOTHING) == 1e-3
+        assert rule_on(signal).begin(signals) == pytest.approx(0.5e-3)
+        assert rule_on(signal).begin(NOTHING) == 1e-3
 
 
 def test_on_megatron_s_scheduler_it_scales_every_group_and_excludes_a_second_rule() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-3, 0.0, 0, 100, "constant", 0.0, 0.0, 0, "constant")
-    one = gate()
+    one = rule_on()
     one.attach(scheduler)
     one.step(0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.5e-3)] * 2
-    with pytest.raises(ValueError, match="opt_param_scheduler already has LRGate attached; detach that first"):
+    with pytest.raises(ValueError, match="opt_param_scheduler already has MismatchLR attached; detach that first"):
         LengthDecayLR(1e-3).attach(scheduler)
     one.detach(scheduler)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3] * 2
 
 
-def test_the_report_marks_halvings_and_not_every_change_of_rule_scale() -> None:
-    def records(rule: Any) -> list[dict[str, Any]]:
-        one, found = gate(rule=rule, patience=2), []
+def test_the_report_marks_halvings_and_not_every_change_of_action_scale() -> None:
+    def records(action: Any) -> list[dict[str, Any]]:
+        one, found = rule_on(action=action, patience=2), []
         for t in range(1, 8):
             one.step(0.125 if t > 3 else 0.9)
             found.append({"phase": "rl", "step": t, **one.metrics()})

@@ -20,7 +20,7 @@ def test_a_surge_inside_the_warm_up_has_the_period_of_a_surge_at_its_end_and_say
         found.append(decay.step(length))
         news |= {t: decay.news} if decay.news else {}
     begin = decay.detector.surge_in_warmup
-    assert begin in (at, at + 1) and decay.metrics()["lr_decay/surge_in_warmup"] == 1.0
+    assert begin in (at, at + 1) and decay.metrics()["lr_rule/surge_in_warmup"] == 1.0
     assert decay.detector.surge_step == 20 and found == algorithm_1(1.0, 36, 0.1, 600)
     alarm, surge, *cuts = news.items()
     assert alarm == (begin + 2, (f"responses may be surging in length since rollout {begin}; 9 more rollouts decide",))
@@ -54,7 +54,7 @@ def test_a_spike_raises_an_alarm_that_is_withdrawn_and_halves_nothing(at: int, r
         f"responses may be surging in length since rollout {begin}; 9 more rollouts decide",
         f"the alarm of rollout {begin} is withdrawn: the lengths came back",
     ]
-    assert decay.metrics()["lr_decay/withdrawn"] == 1.0 and decay.metrics()["lr_decay/alarm"] == 0.0
+    assert decay.metrics()["lr_rule/withdrawn"] == 1.0 and decay.metrics()["lr_rule/alarm"] == 0.0
 
 
 def test_nothing_is_halved_before_the_twelfth_measured_rollout_above_the_threshold() -> None:
@@ -119,14 +119,14 @@ def test_states_of_version_0_1_keep_their_surge_and_continue() -> None:
     assert decay.decay_period == 201 and rates(decay, [3000.0] * 500) == algorithm_1(1.0, 201, 0.1, 620)[120:]
     early = LengthDecayLR(1.0)
     early.load_state_dict(old | {"surge_step": None, "surge_in_warmup": 7, "run": 0})
-    assert early.decay_period is None and early.metrics()["lr_decay/surge_in_warmup"] == 1.0
+    assert early.decay_period is None and early.metrics()["lr_rule/surge_in_warmup"] == 1.0
 
 
 @pytest.mark.parametrize(("at", "low", "high"), [(60, 1000.0, 3000.0), (10, 3000.0, 1000.0)])
 def test_lengths_that_are_flat_or_fall_in_the_warm_up_set_no_flag(at: int, low: float, high: float) -> None:
     decay = LengthDecayLR(1.0)
     rates(decay, jump(at, 100, low=low, high=high))
-    assert decay.detector.surge_in_warmup is None and decay.metrics()["lr_decay/surge_in_warmup"] == 0.0
+    assert decay.detector.surge_in_warmup is None and decay.metrics()["lr_rule/surge_in_warmup"] == 0.0
 
 
 @pytest.mark.parametrize("run", [1, 2])
@@ -161,8 +161,8 @@ def test_rollouts_without_a_length_count_and_do_not_touch_the_search() -> None:
     decay = LengthDecayLR(1.0, decay_period=3)
     assert rates(decay, [None] * 7) == algorithm_1(1.0, 3, 0.1, 7)
     assert decay.metrics() == {
-        "lr_decay/scale": 0.25, "lr_decay/surge_in_warmup": 0.0, "lr_decay/alarm": 0.0, "lr_decay/withdrawn": 0.0,
-        "lr_decay/unmeasured": 7.0, "lr_decay/period": 3.0,
+        "lr_rule/scale": 0.25, "lr_rule/surge_in_warmup": 0.0, "lr_rule/alarm": 0.0, "lr_rule/withdrawn": 0.0,
+        "lr_rule/unmeasured": 7.0, "lr_rule/period": 3.0,
     }  # fmt: skip
 
 

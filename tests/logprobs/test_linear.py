@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from head_case import Case, by_head, by_logits, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support
 from torch import Tensor
@@ -132,7 +133,7 @@ def test_a_tied_embedding_keeps_its_own_gradient() -> None:
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     embedded = (weight[:2] * 3).sum()
     given, options = case.of_loss()
-    loss = linear_policy_loss(hidden, weight, case.targets, *given, with_entropy=True, **options).loss
+    loss = linear_policy_loss(hidden, weight, case.targets, *given, with_entropy=True, **grouped(**options)).loss
     (loss + embedded).backward()
     alone = torch.zeros_like(weight)
     alone[:2] = 3
@@ -164,12 +165,12 @@ def test_metrics_are_those_of_the_policy_loss(surrogate: Any, grad: bool) -> Non
     (old, advantages, corrected), options = case.of_loss()
     true = exact(case)
     expected = policy_loss(
-        true.logprobs, old, advantages, corrected, entropy=true.entropy, surrogate=surrogate, **options
+        true.logprobs, old, advantages, corrected, entropy=true.entropy, **grouped(surrogate=surrogate, **options)
     )
     with torch.set_grad_enabled(grad):
         found = linear_policy_loss(
-            *case.leaves(), case.targets, old, advantages, corrected, chunk=4, with_entropy=True, surrogate=surrogate,
-            **options,
+            *case.leaves(), case.targets, old, advantages, corrected,
+            **grouped(chunk=4, with_entropy=True, surrogate=surrogate, **options),
         )  # fmt: skip
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
     assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=1e-12)
@@ -178,7 +179,7 @@ def test_metrics_are_those_of_the_policy_loss(surrogate: Any, grad: bool) -> Non
 def test_backward_of_the_loss_runs_once() -> None:
     case = head_case()
     given, options = case.of_loss()
-    loss = linear_policy_loss(*case.leaves(), case.targets, *given, with_entropy=True, **options).loss
+    loss = linear_policy_loss(*case.leaves(), case.targets, *given, with_entropy=True, **grouped(**options)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward cannot run again"):
         loss.backward()
@@ -189,7 +190,7 @@ def test_a_gradient_other_than_upstream_is_refused() -> None:
     with pytest.raises(ValueError, match="upstream must be the gradient by the loss"):
         given, options = case.of_loss()
         options |= {"with_entropy": True, "upstream": 2.0}
-        linear_policy_loss(*case.leaves(), case.targets, *given, **options).loss.backward()
+        linear_policy_loss(*case.leaves(), case.targets, *given, **grouped(**options)).loss.backward()
 
 
 def test_no_token_is_a_loss_of_zero() -> None:
@@ -218,7 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     case = head_case()
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(case.hidden, case.weight, case.targets, **options)
+        linear_logprobs(case.hidden, case.weight, case.targets, **grouped(**options))
 
 
 def test_wrong_weights_and_hidden_states_are_refused_by_name() -> None:
@@ -244,23 +245,24 @@ def test_wrong_weights_and_hidden_states_are_refused_by_name() -> None:
 def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
     case = head_case()
     given, options = case.of_loss()
+    asked = grouped(with_entropy=True, **options)
     with pytest.raises(ValueError, match="with_entropy must be True when entropy_coef is 0.1"):
-        linear_policy_loss(*case.leaves(), case.targets, *given, **options)
+        linear_policy_loss(*case.leaves(), case.targets, *given, **grouped(**options))
     with pytest.raises(ValueError, match="scale must be 0 outside of rows"):
         by_head(case, fused=True, rows=torch.tensor([0]))
     with pytest.raises(ValueError, match=r"advantages must have the shape \(11,\) of targets"):
-        linear_policy_loss(*case.leaves(), case.targets, given[0], given[1][1:], given[2], with_entropy=True, **options)
+        linear_policy_loss(*case.leaves(), case.targets, given[0], given[1][1:], given[2], **asked)
     for name, given_there in (
         ("old_logprobs", (given[0].to("meta"), *given[1:])),
         ("advantages", (given[0], given[1].to("meta"), given[2])),
         ("corrected.weights", (*given[:2], replace(given[2], weights=given[2].weights.to("meta")))),
     ):
         with pytest.raises(ValueError, match=f"{name} must be on cpu, where targets are, got meta"):
-            linear_policy_loss(*case.leaves(), case.targets, *given_there, with_entropy=True, **options)
+            linear_policy_loss(*case.leaves(), case.targets, *given_there, **asked)
     for name in ("scale", "reference_logprobs"):
-        there = {**options, name: options[name].to("meta")}
+        there = {**asked, name: options[name].to("meta")}
         with pytest.raises(ValueError, match=f"{name} must be on cpu, where targets are, got meta"):
-            linear_policy_loss(*case.leaves(), case.targets, *given, with_entropy=True, **there)
+            linear_policy_loss(*case.leaves(), case.targets, *given, **there)
     with pytest.raises(ValueError, match="upstream must be on cpu, where hidden is, got meta"):
         by_head(case, fused=True, upstream=torch.ones((), device="meta"))
     with pytest.raises(ValueError, match="upstream must be given for fp16"):

@@ -9,8 +9,10 @@ from distributed import run_ranks
 
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_policy_loss
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.scale import loss_scale
 
 LENGTHS, HIDDEN, VOCABULARY = (8, 4, 12), 6, 13
 PIECES = {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]]}
@@ -50,8 +52,9 @@ def one_loss(rank: int, aggregation: Any) -> dict[str, Any]:
     )  # fmt: skip
     scale = loss_scale(loss_mask, corrected.mask, aggregation=aggregation, cu_seqlens=cu_seqlens, cp_group=group)
     result = linear_policy_loss(
-        hidden, weight, targets, old, advantages, corrected, scale=scale, reference_logprobs=reference, kl_coef=0.2,
-        with_entropy=True, entropy_coef=0.1, chunk=5, rows=loss_mask.nonzero()[:, 0], upstream=0.7,
+        hidden, weight, targets, old, advantages, corrected, scale=scale, reference_logprobs=reference,
+        options=LossOptions(kl_coef=0.2, entropy_coef=0.1), head=HeadInputs(chunk=5, rows=loss_mask.nonzero()[:, 0]),
+        with_entropy=True, upstream=0.7,
     )  # fmt: skip
     (0.7 * result.loss).backward()
     total = torch.cat([result.loss.detach()[None], weight.grad.flatten()])  # type: ignore[union-attr]

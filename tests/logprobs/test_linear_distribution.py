@@ -7,6 +7,7 @@ import torch
 from head_case import Case, distance, head_case
 from logprobs_truth import random_support
 
+from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_distribution
 from megatron_rc.logprobs.logits import vocab_parallel_distribution
 
@@ -29,7 +30,9 @@ def test_every_chunk_gives_what_the_logits_give(chunk: int, with_rows: bool, kep
     expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, **options, **WANTED)
     if with_rows:
         options["rows"] = case.batch["loss_mask"].nonzero()[:, 0]
-    found = linear_distribution(case.hidden, case.weight, case.targets, chunk=chunk, **options, **WANTED)
+    found = linear_distribution(
+        case.hidden, case.weight, case.targets, head=HeadInputs(chunk=chunk, **options), **WANTED
+    )
     for name, value in expected._asdict().items():
         if value is None:
             assert name == "kept_mass" and not kept and found.kept_mass is None
@@ -41,5 +44,5 @@ def test_one_chunk_has_the_bits_of_the_logits_path() -> None:
     case = head_case(torch.float32)
     options = options_of(case, True)
     expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, **options, **WANTED)
-    found = linear_distribution(case.hidden, case.weight, case.targets, **options, **WANTED)
+    found = linear_distribution(case.hidden, case.weight, case.targets, head=HeadInputs(**options), **WANTED)
     assert torch.equal(torch.stack([*found]), torch.stack([*expected]))  # type: ignore[arg-type]

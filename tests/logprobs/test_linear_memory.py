@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grouped import grouped
 from head_case import Case, head_case, with_main_grad
 
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
@@ -51,12 +52,18 @@ def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], Non
 
     def run() -> None:
         if form == "logprobs":
-            logprobs = linear_logprobs(*leaves, case.targets, backend="torch", **options)
+            logprobs = linear_logprobs(*leaves, case.targets, backend="torch", **grouped(**options))
             logprobs.backward(torch.ones_like(logprobs))  # type: ignore[union-attr]
         else:
             known = {"upstream": 1.0} if form == "policy_loss, upstream" else {}
             linear_policy_loss(
-                *leaves, case.targets, *given, with_entropy=True, backend="torch", **of_loss, **known, **options
+                *leaves,
+                case.targets,
+                *given,
+                with_entropy=True,
+                backend="torch",
+                **known,
+                **grouped(**of_loss, **options),
             ).loss.backward()
 
     return run
@@ -94,7 +101,12 @@ def test_no_chunk_of_logits_is_kept_from_forward_to_backward() -> None:
     given, options = case.of_loss()
     hidden, weight = case.leaves()
     result = linear_policy_loss(
-        hidden, weight, case.targets, *given, with_entropy=True, chunk=5, logits_dtype=torch.float32, **options
+        hidden,
+        weight,
+        case.targets,
+        *given,
+        with_entropy=True,
+        **grouped(chunk=5, logits_dtype=torch.float32, **options),
     )
     gc.collect()
     assert (5, 23) not in {tuple(each.shape) for each in gc.get_objects() if type(each) is torch.Tensor}

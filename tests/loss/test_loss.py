@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.policy_loss import policy_loss
+from megatron_rc.loss.scale import loss_scale
 
 INF, NAN = float("inf"), float("nan")
 
@@ -29,6 +31,7 @@ def loss_by_hand(
     clip_upper: float = 0.28,
     dual_clip: float | None = None,
     kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
 ) -> tuple[float, list[float], dict[str, float]]:
     """(loss, its gradient by current log-prob, metrics), one token after the other."""
@@ -55,7 +58,8 @@ def loss_by_hand(
                 slope += s * w * inner
                 counts["kept"] += 1
             d = batch["reference"][t].item() - lp
-            total += kl_coef * s * r * (math.exp(d) - 1 - d) - entropy_coef * s * batch["entropy"][t].item()
+            k = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kl_estimator]
+            total += kl_coef * s * r * k - entropy_coef * s * batch["entropy"][t].item()
             slope += kl_coef * s * r * -d
         gradient.append(slope)
     shares = {k: v / counts["kept"] for k, v in counts.items() if counts["kept"]}
@@ -64,20 +68,24 @@ def loss_by_hand(
 
 @pytest.mark.parametrize("old_mode", ["recompute", "current", "rollout"])
 @pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
-@given(seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans())
+@given(
+    seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans(),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+)  # fmt: skip
 def test_loss_and_gradient_equal_the_formula_token_by_token(
-    surrogate: Any, old_mode: Any, seed: int, dual_clip: float | None, coefficients: bool
+    surrogate: Any, old_mode: Any, seed: int, dual_clip: float | None, coefficients: bool, kl_estimator: str
 ) -> None:
     batch = random_batch([4, 0, 7, 1], seed)
     scale = torch.rand(12, generator=torch.Generator().manual_seed(seed)).double() * batch["loss_mask"]
     options: dict[str, Any] = dict(
-        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip
-    )
+        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip,
+        kl_estimator=kl_estimator,
+    )  # fmt: skip
     old = None if old_mode == "current" else batch["old"]
     current = batch["current"].clone().requires_grad_()
     loss, metrics = policy_loss(
         current, old, batch["advantages"], corrected_of(batch, RolloutCorrection(old=old_mode)), scale=scale,
-        reference_logprobs=batch["reference"], entropy=batch["entropy"], **options,
+        reference_logprobs=batch["reference"], entropy=batch["entropy"], options=LossOptions(**options),
     )  # fmt: skip
     loss.backward()
     expected, gradient, shares = loss_by_hand(batch, scale, batch["current"] if old is None else old, **options)
@@ -107,7 +115,7 @@ def test_clipping_is_one_sided_and_the_dual_clip_bounds_negative_advantages_only
     current = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
-    loss, _ = policy_loss(current, 0 * one, advantage * one, corrected, scale=one, dual_clip=3.0)
+    loss, _ = policy_loss(current, 0 * one, advantage * one, corrected, scale=one, options=LossOptions(dual_clip=3.0))
     loss.backward()
     assert (loss.item(), current.grad) == (pytest.approx(value), pytest.approx(slope * one))
 
@@ -176,7 +184,12 @@ def test_dropped_tokens_have_exactly_no_gradient_whatever_they_hold(bad: float, 
         batch[name][4] = bad
     current = batch["current"].clone().requires_grad_()
     loss, _ = policy_loss(
-        current, batch["old"], batch["advantages"], corrected_of(batch), scale=scale, surrogate=surrogate
+        current,
+        batch["old"],
+        batch["advantages"],
+        corrected_of(batch),
+        scale=scale,
+        options=LossOptions(surrogate=surrogate),
     )
     loss.backward()
     assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
@@ -190,8 +203,9 @@ def test_a_kept_token_that_the_trainer_holds_impossible_adds_nothing(surrogate: 
     old = torch.tensor([-1.0, -1.0, -INF], dtype=torch.float64)
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
     loss, _ = policy_loss(
-        current, old, -one, corrected, scale=one, reference_logprobs=old, kl_coef=1.0, surrogate=surrogate
-    )
+        current, old, -one, corrected, scale=one, reference_logprobs=old,
+        options=LossOptions(kl_coef=1.0, surrogate=surrogate),
+    )  # fmt: skip
     loss.backward()
     assert loss.isfinite() and current.grad is not None
     assert current.grad[1:].tolist() == [0, 0] and current.grad[0] != 0
@@ -209,8 +223,9 @@ def test_far_ratios_are_bounded_before_exp() -> None:
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
     current = torch.tensor([0.0, -500.0], requires_grad=True)
     loss, _ = policy_loss(
-        current, torch.tensor([-500.0, 0.0]), -one, corrected, scale=one, reference_logprobs=-300 * one, kl_coef=1e-9
-    )
+        current, torch.tensor([-500.0, 0.0]), -one, corrected, scale=one, reference_logprobs=-300 * one,
+        options=LossOptions(kl_coef=1e-9),
+    )  # fmt: skip
     loss.backward()
     assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
 
@@ -224,8 +239,11 @@ def test_the_gradient_of_the_kl_term_points_to_the_reference_beyond_the_log_rati
     current = torch.tensor([-750.0], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     corrected = Corrected(0 * one, one < 0, one < 0, MetricSums(), RolloutCorrection(log_ratio_bound=bound))
-    options: dict[str, Any] = dict(reference_logprobs=current.detach() + distance, kl_coef=1.0)
-    policy_loss(current, current.detach() - log_ratio, one, corrected, scale=one, **options).loss.backward()
+    loss, _ = policy_loss(
+        current, current.detach() - log_ratio, one, corrected, scale=one,
+        reference_logprobs=current.detach() + distance, options=LossOptions(kl_coef=1.0),
+    )  # fmt: skip
+    loss.backward()
     expected = -math.exp(min(log_ratio, bound)) * min(max(distance, -bound), bound)
     assert current.grad is not None and current.grad.item() == pytest.approx(expected, rel=1e-12)
 
@@ -248,7 +266,8 @@ def test_the_metric_loss_is_the_loss_under_every_aggregation(aggregation: Any, v
         ones = one[part]
         micro = Corrected(ones, ones.bool(), corrected.bad_sequences, MetricSums())
         loss, metrics = policy_loss(
-            ones, ones, -ones, micro, scale=scale[part], reference_logprobs=ones + 1, kl_coef=0.5
+            ones, ones, -ones, micro, scale=scale[part], reference_logprobs=ones + 1,
+            options=LossOptions(kl_coef=0.5),
         )  # fmt: skip
         total += loss.item()
         pooled.merge(metrics)

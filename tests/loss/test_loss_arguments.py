@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from loss_batch import evaluate, padded, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,7 +12,9 @@ from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.loss.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.policy_loss import policy_loss
+from megatron_rc.loss.scale import loss_scale
 
 
 def test_padded_layout_takes_advantages_by_sequence() -> None:
@@ -91,7 +94,7 @@ def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) 
     given = {"current_logprobs": one, "old_logprobs": one, "advantages": one, "scale": one, **arguments}
     correction = given.pop("correction", RolloutCorrection())
     with pytest.raises(ValueError) as error:
-        policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums(), correction), **given)
+        policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums(), correction), **grouped(**given))
     assert str(error.value).startswith(sentence)
 
 
@@ -99,5 +102,5 @@ def test_a_weight_on_two_policies_is_allowed_for_reinforce() -> None:
     one = torch.ones(2)
     correction = RolloutCorrection(weight=Weight(), old="rollout")
     corrected = Corrected(2 * one, one.bool(), one.bool(), MetricSums(), correction)
-    loss, _ = policy_loss(-one, -one, one, corrected, scale=one, surrogate="reinforce")
+    loss, _ = policy_loss(-one, -one, one, corrected, scale=one, options=LossOptions(surrogate="reinforce"))
     assert loss.item() == 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loss_batch import evaluate, padded, random_batch
 from torch import Tensor
 
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.scale import loss_scale
 
 MAX_LENGTH = 7
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

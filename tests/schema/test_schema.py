@@ -102,16 +102,17 @@ def test_what_is_not_a_mapping_of_fields_is_refused(text):
 def test_a_file_changes_the_fields_of_its_base_and_keeps_the_others(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared/first.yaml").write_text(
-        "train: {lr: 1.0, steps: 3}\ncorrection: {reject: [{upper: 2.0}, {upper: 3.0}]}\nlr_decay: {min_lr_ratio: 0.1}"
+        "train: {lr: 1.0, steps: 3}\ncorrection: {reject: [{upper: 2.0}, {upper: 3.0}]}\n"
+        "lr_rule: {rule: mismatch, floor: 0.2}"
     )
-    (tmp_path / "shared/second.yaml").write_text("base: first.yaml\ntrain: {seed: 7}\nlr_decay: null")
+    (tmp_path / "shared/second.yaml").write_text("base: first.yaml\ntrain: {seed: 7}\nlr_rule: null")
     (tmp_path / "mine.yaml").write_text(
         "base: shared/second.yaml\ntrain: {steps: 9}\ncorrection: {reject: [{upper: 5.0}]}"
     )
     assert schema.load_yaml(tmp_path / "mine.yaml") == {
         "train": {"lr": 1.0, "steps": 9, "seed": 7},
         "correction": {"reject": [{"upper": 5.0}]},
-        "lr_decay": None,
+        "lr_rule": None,
     }
 
 
@@ -136,12 +137,12 @@ def test_one_long_line_is_yaml_text_and_not_the_name_of_a_file():
 def test_set_reads_the_value_as_yaml_and_makes_missing_sections():
     data = {"train": {"lr": 1.0}}
     for assignment in ("train.steps=7", "rollout.dtype=fp32", "task.options.levels={2x1: 1.0}", "model.hf_path=null"):
-        schema.set_field(data, assignment)
+        schema.set_field(data, assignment, JobSettings)
     assert data["train"] == {"lr": 1.0, "steps": 7}
     assert data["rollout"] == {"dtype": "fp32"} and data["model"] == {"hf_path": None}
     assert data["task"]["options"]["levels"] == {"2x1": 1.0}
     with pytest.raises(ValueError, match="key=value"):
-        schema.set_field(data, "train.steps")
+        schema.set_field(data, "train.steps", JobSettings)
 
 
 def test_every_field_of_the_settings_is_documented():

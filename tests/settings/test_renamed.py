@@ -10,6 +10,9 @@ from megatron_rc import schema
 from megatron_rc.cli import app
 from megatron_rc.integrations.run_script import patch_settings
 from megatron_rc.integrations.slime.settings import SlimeSettings
+from megatron_rc.jobs.describe import describe
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import MismatchSettings
 from megatron_rc.settings import job, renamed
 from megatron_rc.settings.renamed import Renamed, rewritten
 
@@ -45,6 +48,8 @@ WRAPPED = (
 @pytest.mark.parametrize(
     ("text", "assigned", "sentence"),
     [
+        ("lr_decay: {decay_period: 9}", (), "lr_decay is now lr_rule with rule: length_decay"),
+        ("name: x", ["lr_gate.floor=0.2"], "lr_gate is now lr_rule with rule: mismatch"),
         ("rollout: {staleness: 2}", (), "rollout.staleness is now rollout.lag"),
         ("name: x", ["rollout.sglang.max_staleness=2"], "rollout.sglang.max_staleness is now rollout.sglang.max_lag"),
         ("rollout: {engine: replay}", (), "rollout.engine: replay is now rollout.engine: recorded"),
@@ -123,14 +128,15 @@ def test_a_section_may_get_a_field_that_says_what_it_was(monkeypatch: pytest.Mon
 
 def test_what_a_finished_run_wrote_needs_no_migration() -> None:
     earlier = ROOT / "tests/support/earlier"
-    assert job.of_finished(earlier / "decay").rollout.lag == 1
-    assert job.of_finished(earlier / "gate").rollout.engine == "recorded"
+    decay, gate = (job.of_finished(earlier / name) for name in ("decay", "gate"))
+    assert decay.rollout.lag == 1 and decay.lr_rule == LengthDecaySettings(decay_period=3)
+    assert gate.rollout.engine == "recorded" and isinstance(gate.lr_rule, MismatchSettings)
+    assert (gate.lr_rule.action, gate.lr_rule.floor) == ("halve", 0.2)
 
 
 def test_every_new_name_is_a_setting() -> None:
-    plain = schema.to_dict(job.JobSettings())
+    known = {field.name for settings in (job.JobSettings, SlimeSettings) for field in describe(settings)}
+    now = {row.old: row.new for row in renamed.RENAMED if "." not in row.old}
     for row in renamed.RENAMED:
-        section = plain
-        for part in row.old.split(".")[:-1]:
-            section = section[part]
-        assert row.new in section
+        section, _, _ = row.old.rpartition(".")
+        assert ".".join(filter(None, [now.get(section, section), row.new])) in known

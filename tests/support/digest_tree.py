@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RENAMED = {"LRGate": "MismatchLR", "LRGateSettings": "MismatchSettings"}
-"""Old name -> new name, for what is not found by its old one."""
+RENAMED = {"LRGate": "MismatchLR", "LRGateSettings": "MismatchSettings", "rule": "action"}
+"""Old name -> new name, of a class or of an argument, for what is not found by its old one."""
 TWINS = {"reference", "fused", "kernels"}
 """Folders whose functions have the names of those that call them."""
 
@@ -51,6 +51,7 @@ def find(name: str) -> Any:
 def call(function: Callable[..., Any], **given: Any) -> Any:
     """Call with arguments by name; those that are no parameters go into the parameter whose class has such fields."""
     parameters = inspect.signature(function).parameters
+    given = {name if name in parameters else RENAMED.get(name, name): value for name, value in given.items()}
     arguments = {name: value for name, value in given.items() if name in parameters}
     left = {name: value for name, value in given.items() if name not in parameters}
     hints = typing.get_type_hints(function) if left else {}
@@ -66,8 +67,12 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 def choices(settings: Any, field: str, **others: Any) -> list[str]:
-    """The values of a setting: those of its Literal, or those that the error names when it has another value."""
-    hint = (typing.get_type_hints(settings) | typing.get_type_hints(settings.__init__))[field]
+    """The values of a setting: of its table or its Literal, or those that the error names when it has another value."""
+    ways = (typing.get_type_hints(where, include_extras=True) for where in (settings, settings.__init__))
+    hints = {**next(ways), **next(ways)}
+    hint = hints[field if field in hints else RENAMED[field]]
+    if hasattr(hint, "__metadata__"):
+        return list(hint.__metadata__[0].table)
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     try:

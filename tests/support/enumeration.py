@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from grouped import grouped
 from torch import Tensor
 
 from megatron_rc.correction.correct import correct
@@ -18,7 +19,8 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.advantages import expand_to_tokens
-from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.loss.policy_loss import policy_loss
+from megatron_rc.loss.scale import loss_scale
 
 VOCABULARY = 3
 STOP = 0
@@ -157,7 +159,8 @@ class Batch:
         options = {"surrogate": "reinforce", **options}
         loss, metrics = policy_loss(
             current, options.pop("old", current.detach()),
-            expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target)), corrected, scale=scale, **options,
+            expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target)), corrected, scale=scale,
+            **grouped(**options),
         )  # fmt: skip
         (slopes,) = torch.autograd.grad(loss, current, retain_graph=True)
         loss.backward()

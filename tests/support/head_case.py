@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from grouped import grouped
 from logprobs_truth import truth
 from loss_batch import corrected_of, random_batch
 from torch import Tensor
@@ -76,7 +77,7 @@ def exact(case: Case, factor: float = 1.0, **softmax: Any) -> Result:
     leaf, logprobs, entropy = truth(hidden @ weight.T, case.targets, **softmax)
     double = {name: value.double() if value.is_floating_point() else value for name, value in case.batch.items()}
     given, options = case._replace(batch=double).of_loss()
-    loss = policy_loss(logprobs, *given, entropy=entropy, backend="torch", **options).loss
+    loss = policy_loss(logprobs, *given, entropy=entropy, backend="torch", **grouped(**options)).loss
     (loss * factor).backward()
     assert leaf.grad is not None
     return Result(loss.detach(), logprobs.detach(), entropy.detach(), leaf.grad @ weight, leaf.grad.T @ hidden)
@@ -87,7 +88,8 @@ def by_logits(case: Case, **softmax: Any) -> Result:
     hidden, weight = case.leaves()
     result = vocab_parallel_logprobs(hidden @ weight.T, case.targets, with_entropy=True, **softmax)
     given, options = case.of_loss()
-    loss = policy_loss(result[0], *given, entropy=result[1], backend=softmax.get("backend", "auto"), **options).loss
+    options = grouped(backend=softmax.get("backend", "auto"), **options)
+    loss = policy_loss(result[0], *given, entropy=result[1], **options).loss
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     return Result(loss.detach(), result[0].detach(), result[1].detach(), hidden.grad, weight.grad)
@@ -99,12 +101,13 @@ def by_head(case: Case, *, fused: bool, factor: float = 1.0, leaves: Any = None,
     given, of_loss = case.of_loss()
     if fused:
         loss, _, logprobs, entropy = linear_policy_loss(
-            hidden, weight, case.targets, *given, with_entropy=True, **of_loss, **options
+            hidden, weight, case.targets, *given, with_entropy=True, **grouped(**of_loss, **options)
         )
         assert entropy is not None
     else:
-        logprobs, entropy = linear_logprobs(hidden, weight, case.targets, with_entropy=True, **options)
-        loss = policy_loss(logprobs, *given, entropy=entropy, backend=options.get("backend", "auto"), **of_loss).loss
+        logprobs, entropy = linear_logprobs(hidden, weight, case.targets, with_entropy=True, **grouped(**options))
+        of_loss = grouped(backend=options.get("backend", "auto"), **of_loss)
+        loss = policy_loss(logprobs, *given, entropy=entropy, **of_loss).loss
     if loss.requires_grad:
         (loss * factor).backward()
     grads = (torch.zeros(0) if leaf.grad is None else leaf.grad for leaf in (hidden, weight))

@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from correction_book import case
 from extras import correct
+from grouped import grouped
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.logprobs import backends
+from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
-from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.loss.options import LossOptions
+from megatron_rc.loss.policy_loss import policy_loss
+from megatron_rc.loss.scale import loss_scale
 from megatron_rc.moe import compare
 from megatron_rc.moe.reference import RouteComparison
 
@@ -170,7 +174,13 @@ def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **option
 
         def run(backend: str) -> Answer:
             value, metrics = policy_loss(
-                leaves[0], train if old else None, advantages, given, scale=scale, backend=backend, **terms, **options
+                leaves[0],
+                train if old else None,
+                advantages,
+                given,
+                scale=scale,
+                backend=backend,
+                **grouped(**terms, **options),
             )
             gradients = torch.autograd.grad(value, leaves)
             names = ("gradient", "entropy gradient")[: len(gradients)]
@@ -202,7 +212,7 @@ def update(size: Size, seed: int) -> Prepared:
         scale = loss_scale(batch.mask, given.mask, cu_seqlens=batch.cu_seqlens)
         value, metrics = policy_loss(
             current, old, advantages, given, scale=scale, entropy=entropy, reference_logprobs=old, backend=backend,
-            **TERMS,
+            options=LossOptions(**TERMS),
         )  # fmt: skip
         (gradient,) = torch.autograd.grad(value, leaf)
         return Answer({"loss": value.detach(), "gradient": gradient}, metrics)
@@ -222,8 +232,8 @@ def head(*, fused: bool) -> Call:
         advantages, old, upstream = torch.randn(3, size.rows, generator=generator)
         mask, scale, one = torch.arange(size.rows) % 4 != 1, torch.rand(size.rows, generator=generator), torch.ones(())
         given = Corrected(scale, mask, mask[:1], MetricSums(), RolloutCorrection())
-        options: dict[str, Any] = {"mask": mask, "chunk": size.rows // 2 + 1, "with_entropy": True}
-        of_loss: dict[str, Any] = {"scale": scale, "reference_logprobs": old, **TERMS}
+        options: dict[str, Any] = {"head": HeadInputs(mask=mask, chunk=size.rows // 2 + 1), "with_entropy": True}
+        of_loss: dict[str, Any] = {"scale": scale, "reference_logprobs": old, "options": LossOptions(**TERMS)}
         if fused:
             weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
 
@@ -281,7 +291,7 @@ def shards(*, kept: bool) -> Call:
         upstream = torch.randn(2, n, generator=generator)
 
         def run(backend: str) -> Answer:
-            rows = backend_module("rows", backend)
+            rows = backends.computing(backend)
             statistics = [rows.shard_statistics(*part, with_entropy=True) for part in parts]
             merged = rows.merge_shards(torch.stack(statistics), parts[0][1], with_entropy=True)
             finite = torch.where(merged.logprobs.isfinite(), upstream, 0)

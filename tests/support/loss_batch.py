@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from grouped import grouped
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
@@ -50,7 +51,8 @@ def with_every_term(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> 
     """The ppo loss with its KL and entropy terms."""
     return policy_loss(
         batch["current"], batch["old"], batch["advantages"], corrected_of(batch), scale=scale,
-        reference_logprobs=batch["reference"], kl_coef=0.2, entropy=batch["entropy"], entropy_coef=0.1, **options,
+        reference_logprobs=batch["reference"], entropy=batch["entropy"],
+        **grouped(kl_coef=0.2, entropy_coef=0.1, **options),
     )  # fmt: skip
 
 

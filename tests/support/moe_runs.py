@@ -89,17 +89,17 @@ def step(
 ) -> Any:
     """One rollout step from the weights of the policy; StepResult."""
     from megatron_rc.settings.loss import LossSettings
-    from megatron_rc.training.step.reinforce import reinforce_step
+    from megatron_rc.training.step.reinforce import StepSettings, StepState, reinforce_step
 
     chosen, batch = correction or RolloutCorrection(), batch_of(samples)
     routing = routing_of(policy, chosen, **moe) if moe else None
     if routing:
         routing.check(samples, batch)
-    return reinforce_step(
-        policy, batch, correction=chosen, loss=LossSettings(surrogate="reinforce"),
+    settings = StepSettings(
+        correction=chosen, loss=LossSettings(surrogate="reinforce"),
         train=dataclasses.replace(policy.train, mini_batches_per_rollout=mini), max_nonfinite_share=0.0,
-        routing=routing,
     )  # fmt: skip
+    return reinforce_step(policy, batch, settings, StepState(routing=routing))
 
 
 def weights(policy: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from grouped import grouped
 from loss_batch import corrected_of, random_batch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def evaluate(
         current, None if old == "current" else given["old"], given["advantages"],
         corrected_of(given, RolloutCorrection(old=old)), scale=given["scale"],
         reference_logprobs=given["reference"] if "reference" in parts else None, entropy=entropy, backend=backend,
-        **options,
+        **grouped(**options),
     )  # fmt: skip
     (loss * upstream).backward()
     assert current.grad is not None

@@ -89,6 +89,6 @@ if __name__ == "__main__":
     else:
         correction = RolloutCorrection.preset(settings["correction"])
         decay = LengthDecayLR(settings["lr"], decay_period=settings["decay_period"])
-        with patch("megatron-training", correction=correction, lr_decay=decay) as patched:
+        with patch("megatron-training", correction=correction, lr_rule=decay) as patched:
             pretrain()
         print(patched.report())

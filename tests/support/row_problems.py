@@ -10,9 +10,10 @@ import torch
 from logprobs_truth import INF, kept_columns, random_logits, truth, unchecked
 from torch import Tensor
 
-from megatron_rc.backend import backend_module, use_triton
+from megatron_rc.backend import use_triton
 from megatron_rc.batch import Support
 from megatron_rc.kernels.launch_table import LAUNCH
+from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference import rows as reference_rows
 from megatron_rc.logprobs.reference.rows import Rows
@@ -105,7 +106,7 @@ def solve(problem: Problem, backend: str = "auto") -> Solution:
 
 def _solve_shards(problem: Problem, backend: str) -> Solution:
     shards, gradients = list(problem.shards()), list[Tensor]()
-    rows = backend_module("rows", backend, logits=problem.logits)
+    rows = backends.computing(backend, logits=problem.logits)
     statistics = torch.stack([rows.shard_statistics(*shard, with_entropy=True) for shard in shards])
     merged = rows.merge_shards(statistics, shards[0][1], with_entropy=True)
     for shard in shards:

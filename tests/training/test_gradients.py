@@ -16,7 +16,7 @@ from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.reinforce import StepSettings, reinforce_step
 
 LR = 0.5
 
@@ -36,7 +36,8 @@ def measured(rank: int) -> dict[str, Any]:
     def step(take_step: bool) -> dict[str, Any]:
         correction = RolloutCorrection.preset("token-tis")
         limits: dict[str, Any] = {"max_nonfinite_share": 0.0, "take_step": take_step}
-        return reinforce_step(policy, batch, correction=correction, loss=LossSettings(), train=train, **limits).metrics
+        settings = StepSettings(correction=correction, loss=LossSettings(), train=train, **limits)
+        return reinforce_step(policy, batch, settings).metrics
 
     def weights() -> torch.Tensor:
         return torch.cat([p.detach().flatten() for module in policy.modules for p in module.parameters()])

@@ -18,7 +18,7 @@ from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.reinforce import StepSettings, reinforce_step
 
 STEPS = 10
 JOB: dict[str, Any] = {
@@ -155,8 +155,9 @@ def gradient_norms(rank: int, hf_path: str, dump: str) -> list[float]:
         train = TrainSettings(optimizer="sgd", micro_batches=micro_batches)
         policy = Policy(ModelSettings(hf_path=hf_path), ParallelSettings(), train, place)
         policy.start_phase(lr=0.1, min_lr=0.0, warmup_steps=0, total_steps=10, decay_style="constant")
-        options: dict[str, Any] = {"loss": LossSettings(), "train": train, "max_nonfinite_share": 0.0}
-        result = reinforce_step(policy, batch, correction=RolloutCorrection.preset("token-tis"), **options)
+        chosen = RolloutCorrection.preset("token-tis")
+        settings = StepSettings(correction=chosen, loss=LossSettings(), train=train, max_nonfinite_share=0.0)
+        result = reinforce_step(policy, batch, settings)
         found.append(result.metrics["grad_norm"])
     return found
 

@@ -24,7 +24,7 @@ from megatron_rc.training.groups import SharedError
 from megatron_rc.training.microbatches import split_rows
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.sampling_weights import SamplingWeights
-from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.reinforce import StepSettings, StepState, reinforce_step
 
 TRAINED = 2
 """Version that the batch trains; versions 0 to 2 sampled it, two of them within one response."""
@@ -53,8 +53,8 @@ def steps(rank: int, layout: dict[str, int], saved: str, folder: str) -> dict[st
     whole = split_rows(batch, [range(batch.num_sequences)])
 
     def step(correction: RolloutCorrection, version: int | None) -> Any:
-        options: dict[str, Any] = {"loss": LossSettings(), "train": train, "max_nonfinite_share": 0.0}
-        return reinforce_step(policy, batch, correction=correction, version=version, sampling_weights=kept, **options)
+        settings = StepSettings(correction=correction, loss=LossSettings(), train=train, max_nonfinite_share=0.0)
+        return reinforce_step(policy, batch, settings, StepState(version=version, sampling_weights=kept))
 
     then = []
     for version in range(TRAINED + 1):
@@ -147,6 +147,7 @@ def test_stale_samples_without_those_log_probs_are_refused_on_every_process() ->
     samples = [Sample([1], [2, 3], [-1.0, -2.0], "stop", [(4, 0, 2)]) for _ in range(2)]
     batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=[0.0, 1.0], groups=[0, 0])
     policy: Any = None
-    options: dict[str, Any] = {"loss": LossSettings(), "train": TrainSettings(), "max_nonfinite_share": 0.0}
+    train = TrainSettings()
+    settings = StepSettings(correction=TWO_FACTORS, loss=LossSettings(), train=train, max_nonfinite_share=0.0)
     with pytest.raises(SharedError, match="the batch holds samples of older weights, and neither copies of"):
-        reinforce_step(policy, batch, correction=TWO_FACTORS, version=5, **options)
+        reinforce_step(policy, batch, settings, StepState(version=5))

@@ -20,7 +20,7 @@ from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.reinforce import StepSettings, reinforce_step
 
 VOCABULARY, HIDDEN = 37, 32
 LENGTHS = (3, 1, 7, 4, 9, 5)
@@ -121,10 +121,12 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
             result = reinforce_step(
                 policy,
                 batch_of(),
-                correction=RolloutCorrection(Weight("token", "truncate", upper=2.0), old=case.old),  # type: ignore[arg-type]
-                loss=LossSettings(dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=0.1),
-                train=train,
-                max_nonfinite_share=0.0,
+                StepSettings(
+                    correction=RolloutCorrection(Weight("token", "truncate", upper=2.0), old=case.old),  # type: ignore[arg-type]
+                    loss=LossSettings(dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=0.1),
+                    train=train,
+                    max_nonfinite_share=0.0,
+                ),
                 check=move,
             )
         counted = int(result.share.batch.loss_mask.sum())

@@ -28,13 +28,13 @@ def drawing(draw: Draw | None) -> Iterator[None]:
 
 
 def penalised(penalty: float) -> Draw:
-    """A presence penalty, of which the logs do not know."""
+    """A presence penalty that the logs do not show."""
     sound, seen = engine.draw, torch.zeros(0)
 
     def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> engine.Drawn:
         nonlocal seen
         if seen.shape != logits.shape:
-            # rows leave the batch when they end: their neighbours' history starts anew, which a fault may
+            # rows leave the batch when they end: their neighbours' history starts again, which a fault may
             seen = torch.zeros_like(logits)
         ids = sound(logits - penalty * seen, params, uniforms).ids
         seen.scatter_(-1, ids[:, None], 1.0)

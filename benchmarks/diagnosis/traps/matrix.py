@@ -35,7 +35,7 @@ class Row:
         self.answers.update({verdict.code for verdict in diagnosis.verdicts})
 
     def right(self, diagnosis: Diagnosis) -> bool:
-        """The wanted rule answered with the wanted level, and no other one but RC501 beside benign causes."""
+        """The wanted rule answered with the wanted level, and no other one but RC501 next to benign causes."""
         verdicts = {verdict.code: verdict.level for verdict in diagnosis.verdicts}
         allowed = {self.answer} | ({"RC501"} if self.answer in BENIGN else set())
         return verdicts.get(self.answer) == self.level and set(verdicts) <= allowed
@@ -65,7 +65,7 @@ class Matrix:
             "with one fault.\n*Real engine*: the embedded engine runs with that fault. *Real server*: an SGLang server "
             "does. *Injected*: the logs of a healthy dump\nare changed. The sampler computes in bf16, the trainer in "
             f"fp32. A number counts dumps, of {seeds} seed{'s' * (seeds != 1)}, in which\nthe rule answered; RC501 "
-            "also answers beside the other benign causes.\n\n"
+            "also answers next to the other benign causes.\n\n"
             "![traps against rules](../images/confusion.svg)\n\n"
             f"{self.markdown()}\n"
             f"`{command}` writes this page.\n"

@@ -83,7 +83,7 @@ def shifted(lab: Lab) -> Chunk:
 
 
 def zero_filled(lab: Lab) -> Chunk:
-    """Every eighth response has 0.0 in the place of its log-probs."""
+    """Every eighth response has 0.0 instead of its log-probs."""
     planted = lab.healthy_dump
     empty = np.repeat(np.arange(planted.lengths.size) % 8 == 3, planted.lengths)
     return replace(planted, log_mu=np.where(empty, np.float32(0), planted.log_mu))
@@ -102,7 +102,7 @@ TRAPS: dict[str, Trap] = {
     "healthy, bf16": Trap("real engine", "RC501", "numerics", lambda lab: lab.healthy_dump),
     "healthy, int8 weights": Trap("real engine", "RC501", "numerics", with_weights(lambda w: rounded(w, "int8"))),
     "healthy, fp8 weights": Trap("real engine", "RC501", "numerics", with_weights(lambda w: rounded(w, "fp8"))),
-    "policy lag": Trap("real engine", "RC502", "staleness", policy_lag),
+    "policy lag": Trap("real engine", "RC502", "lag", policy_lag),
     "expert flips": Trap("real engine", "RC404", "numerics", expert_flips),
     "logged temperature 0.9": Trap("real engine", "RC101", "BUG", logged(temperature=0.9)),
     "logged temperature 0.98": Trap("real engine", "RC101", "BUG", logged(temperature=0.98)),

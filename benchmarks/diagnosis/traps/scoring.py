@@ -36,7 +36,7 @@ def score(
     """Score samples in batches of rows padded on the right.
 
     Args:
-        prompts: prompts to put before the outputs in the place of the samples' own.
+        prompts: prompts to put before the outputs instead of the samples' own.
         temperature: what divides the logits.
         padding: logits of 0 that join the softmax.
     """

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from megatron_rc.analyze import words
+from megatron_rc.analyze import report_text
 from megatron_rc.analyze.columns import meaning
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.pages.card import Cell, card, folded, table
 from megatron_rc.analyze.rules.rule import DOUBTS, Page, Verdict
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.what_if import Missing, WhatIf
+from megatron_rc.analyze.statistics.honesty import Honesty
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.what_if import Missing, WhatIf
 
 MOST_PANELS = 64
 """Rows of the honesty panel by step or by server; where there are more, those with the largest |z| are shown."""
@@ -23,15 +23,15 @@ def header(diagnosis: Diagnosis, share: bool) -> str:
     """Warnings that limit what the page can say, the heading, the size of the dump, and the answer in one line."""
     evidence = diagnosis.evidence
     name = "A rollout dump" if share else diagnosis.source
-    warning = f'<p class="warning">{words.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
+    warning = f'<p class="warning">{report_text.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
     filtered = evidence.outcome_filter.sentence
     warning += f'<p class="warning">{escape(filtered)}</p>' if filtered else ""
     sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
     return (
         f"<header>{warning}<h1>{escape(name)}</h1>"
-        f"<p>{escape(diagnosis.format)}: {words.size(evidence)}. Sums are over all of "
+        f"<p>{escape(diagnosis.format)}: {report_text.size(evidence)}. Sums are over all of "
         f"them; permutations, running sums and single tokens over a sample of {sampled}.</p>"
-        f'<p class="level {diagnosis.level.lower()}">{escape(words.HEADLINES[diagnosis.level])}</p></header>'
+        f'<p class="level {diagnosis.level.lower()}">{escape(report_text.HEADLINES[diagnosis.level])}</p></header>'
     )
 
 
@@ -41,12 +41,12 @@ def verdicts(diagnosis: Diagnosis, share: bool) -> str:
 
 
 def _verdict(verdict: Verdict, share: bool) -> str:
-    page, support = verdict.page, words.support(verdict)
+    page, support = verdict.page, report_text.support(verdict)
     small = ", ".join(filter(None, [verdict.level, support]))
     parts = [f"<h2><b>{verdict.code}</b> {escape(page.title)} <small>{escape(small)}</small></h2>"]
     if not share:
         # a sentence may name servers, ids and finish reasons
-        parts.append(f"<p>{escape(words.sentence(verdict))}</p>")
+        parts.append(f"<p>{escape(report_text.sentence(verdict))}</p>")
     if verdict.one_of:
         parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
     if verdict.level in DOUBTS:
@@ -63,7 +63,7 @@ def _verdict(verdict: Verdict, share: bool) -> str:
 
 def honesty(evidence: Evidence, share: bool) -> str:
     """The honesty panel of the dump; those by step and by server are folded."""
-    lines = words.honesty_lines(evidence, evidence.whole)
+    lines = report_text.honesty_lines(evidence, evidence.whole)
     inside = table((name, value, p, Cell(text, "words")) for name, value, p, text in lines)
     steps = {str(step): panel for step, panel in evidence.by_step.items()}
     servers = {f"server {i}" if share else name: panel for i, (name, panel) in enumerate(evidence.by_server.items())}
@@ -85,7 +85,7 @@ def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> st
         return max(abs(test.z) for test in panel.tests)
 
     def shown(test: Test | None) -> str:
-        return f"{test.z:+.1f} ({words.honesty_probability(evidence, test)})" if test else "-"
+        return f"{test.z:+.1f} ({report_text.honesty_probability(evidence, test)})" if test else "-"
 
     kept = set(sorted(panels, key=lambda name: -largest(panels[name]))[:MOST_PANELS])
     rows = []
@@ -98,7 +98,7 @@ def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> st
 
 def gap(evidence: Evidence) -> str:
     """The numbers that say how large the gap is."""
-    inside = table((name, Cell(text, "words")) for name, text in words.size_lines(evidence))
+    inside = table((name, Cell(text, "words")) for name, text in report_text.size_lines(evidence))
     return card(
         "How large the gap is",
         inside,
@@ -120,7 +120,7 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
     skipped = "".join(
         f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
     )
-    gaps = f"<p>{escape(reason)}</p>" if (reason := words.what_if_gaps(shown, with_signs=True)) else ""
+    gaps = f"<p>{escape(reason)}</p>" if (reason := report_text.what_if_gaps(shown, with_signs=True)) else ""
     return card(
         title,
         text + table(rows, head=METHOD_HEAD) + gaps + skipped,
@@ -135,9 +135,9 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
 
 
 def _method(row: WhatIf) -> list[str | Cell]:
-    tokens, answers, lengths, right, ess, bias, cosine = words.what_if_cells(row)
-    signs = "-" if row.by_sign is None else " ".join(words.percent(kept.tokens) for kept in row.by_sign.values())
-    lost = "-" if row.advantage_removed is None else words.percent(row.advantage_removed)
+    tokens, answers, lengths, right, ess, bias, cosine = report_text.what_if_cells(row)
+    signs = "-" if row.by_sign is None else " ".join(report_text.percent(kept.tokens) for kept in row.by_sign.values())
+    lost = "-" if row.advantage_removed is None else report_text.percent(row.advantage_removed)
     warnings = Cell("; ".join(row.warnings), "words red" if row.warnings else "words")
     return [row.name, tokens, answers, lengths, right, signs, lost, ess, bias, cosine, warnings]
 
@@ -162,7 +162,7 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
     return card(
         "Rules that said nothing, because they could not",
         "".join(parts),
-        words.left_out(diagnosis) or "No response was left out.",
+        report_text.left_out(diagnosis) or "No response was left out.",
         "nothing is listed here: a rule that was not run has excluded nothing.",
         wide=True,
     )

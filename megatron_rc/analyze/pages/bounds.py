@@ -1,8 +1,8 @@
 """Picture of the error of a truncated importance weight against its bound C."""
 
-from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.card import card
+from megatron_rc.analyze.statistics.bound import TRIED
 from megatron_rc.drawing.axes import tight_log_axis
 from megatron_rc.drawing.series import Series
 from megatron_rc.drawing.svg import Line, Shape, chart
@@ -20,7 +20,7 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
     bounds = {level: bound for level, bound in diagnosis.recommendation.bounds.items() if bound.error.min() > 0}
     if not bounds:
         return ""
-    tried = GRID.tolist()
+    tried = TRIED.tolist()
     largest = max(float(bound.error.max()) for bound in bounds.values())
     smallest = min(float(bound.error.min()) for bound in bounds.values())
     vertical = tight_log_axis(max(smallest / 2, largest / 10**DECADES), 2 * largest)
@@ -37,7 +37,7 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
     axes = tight_log_axis(tried[0] / MARGIN, tried[-1] * MARGIN), vertical
     hover = [Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()]
     drawn = chart(shapes, *axes, title="error of a truncated weight", across="C", hover=hover, clipped=True)
-    chosen = ", ".join(f"{bound.upper:g} for {NAMES[level]}" for level, bound in bounds.items())
+    chosen = ", ".join(f"{bound.upper:.3g} for {NAMES[level]}" for level, bound in bounds.items())
     return card(
         "Which bound C?",
         drawn,

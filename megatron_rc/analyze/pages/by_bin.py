@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rc.analyze import words
+from megatron_rc.analyze import report_text
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import HEAT_EDGES, Evidence
-from megatron_rc.analyze.factors import LOG_MU_EDGES, octave_start
 from megatron_rc.analyze.pages.card import Cell, card, table
-from megatron_rc.analyze.profile import Profile
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES, octave_start
+from megatron_rc.analyze.statistics.profile import Profile
 from megatron_rc.drawing.axes import linear_axis, tight_log_axis
 from megatron_rc.drawing.heat_map import png
 from megatron_rc.drawing.series import Series
@@ -124,7 +124,7 @@ def who_explains(evidence: Evidence) -> str:
     """A bar per factor."""
     rows: list[list[str | Cell]] = [
         [title, f"{explained:.1%}", Cell("", "room", explained), p, f"{values:,}"]
-        for title, explained, p, values in words.factor_lines(evidence)
+        for title, explained, p, values in report_text.factor_lines(evidence)
     ]
     return card(
         "Who explains |l|?",

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from megatron_rc.analyze import words
+from megatron_rc.analyze import report_text
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
-from megatron_rc.analyze.tail import LIMIT, Tail
+from megatron_rc.analyze.statistics.tail import LIMIT, Tail
 from megatron_rc.drawing.axes import linear_axis, tight_log_axis
 from megatron_rc.drawing.series import Mark, Series
 from megatron_rc.drawing.svg import Band, Line, Shape, chart
@@ -20,6 +20,7 @@ DRAWN = 30
 POINTS = 100
 """Lengths at which a curve is drawn; twice as many ranks."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Quantiles of the running sums that are drawn: the median, and two bands around it."""
 
 
 def running_sums(evidence: Evidence) -> str:
@@ -73,7 +74,7 @@ def rank_size(evidence: Evidence) -> str:
     shapes = [Line(s.steps, s.values, f"c{index}") for index, s in enumerate(series)]
     axes = tight_log_axis(1, max(s.steps[-1] for s in series)), linear_axis(min(values), max(values))
     drawn = chart(shapes, *axes, title="largest log-weights by rank", across="rank", hover=series)
-    k = ", ".join(f"{words.number(tail.k)} of {name}" for name, tail in tails.items())
+    k = ", ".join(f"{report_text.number(tail.k)} of {name}" for name, tail in tails.items())
     return card(
         "The largest weights",
         drawn,

@@ -3,11 +3,11 @@
 import math
 from itertools import takewhile
 
-from megatron_rc.analyze import words
-from megatron_rc.analyze.decomposition import between
+from megatron_rc.analyze import report_text
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
+from megatron_rc.analyze.statistics.decomposition import between
 from megatron_rc.drawing.axes import linear_axis, tight_log_axis
 from megatron_rc.drawing.heat_map import HeatMap, heat_map
 from megatron_rc.drawing.series import Mark, Series
@@ -53,7 +53,7 @@ def over_steps(diagnosis: Diagnosis) -> str:
         marks += [] if line.surge.step is None else [Mark(line.surge.step, "surge")]
     series = [Series("k3", [step.step for step in steps], [step.k3 for step in steps])]
     found = diagnosis.decomposition
-    change = "" if found is None else f"; {words.growth(found)}"
+    change = "" if found is None else f"; {report_text.growth(found)}"
     return card(
         "k3 over steps",
         line_chart(series, title="k3 over steps", logarithmic=True, marks=marks),
@@ -84,7 +84,7 @@ def split(diagnosis: Diagnosis) -> str:
     horizontal = linear_axis(places[0], places[-1], whole=True)
     vertical = tight_log_axis(low, high) if high > LINEAR_UP_TO * low else linear_axis(low, high)
     drawn = chart(lines, horizontal, vertical, title="what multiplied the gap", across="step", hover=shown)
-    of = words.steps_of(first.before.first_step, first.before.last_step)
+    of = report_text.steps_of(first.before.first_step, first.before.last_step)
     return card(
         "Engine, policy or length?",
         drawn,

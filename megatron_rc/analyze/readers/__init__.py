@@ -10,8 +10,8 @@ from megatron_rc.analyze.readers.dump import Dump, printable
 from megatron_rc.analyze.readers.format import Content, Format, content_of
 
 READERS = (parquet, jsonl, nemo_rl, prime_rl, prime_rl_traces, slime, miles, verl)
-FORMATS: tuple[Format, ...] = tuple(reader.FORMAT for reader in READERS)
-"""In the order in which they are preferred where a folder holds several."""
+FORMATS: dict[str, Format] = {reader.FORMAT.name: reader.FORMAT for reader in READERS}
+"""Formats by name, in the order in which they are preferred where a folder holds several."""
 MAX_FILES = 200_000
 """Most files that are looked at below a folder."""
 
@@ -29,10 +29,9 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     if not files:
         raise ValueError(f"{path} is an empty folder; give a dump file or a folder of them")
     contents = {file: content_of(file) for file in files}
-    by_name = {known.name: known for known in FORMATS}
-    if format and format not in by_name:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(by_name)}")
-    chosen = by_name[format] if format else _best(contents, path)
+    if format and format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    chosen = FORMATS[format] if format else _best(contents, path)
     # a damaged file of the same container is counted as damaged, not ignored
     fitting = [
         file
@@ -41,24 +40,25 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     ]
     if not fitting:
         raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
-    beside = [file for file, content in contents.items() if chosen.has_beside(content) and not _known(content)]
-    groups = chosen.groups(sorted({*fitting, *beside}, key=_natural))
+    companions = [file for file, content in contents.items() if chosen.is_companion(content) and not _known(content)]
+    groups = chosen.groups(sorted({*fitting, *companions}, key=_natural))
     return Dump(chosen.title, groups, chosen.read, _ignored(contents, {file for group in groups for file in group}))
 
 
 def _best(contents: dict[Path, Content], path: Path) -> Format:
     """The first of FORMATS that any file has."""
-    for known in FORMATS:
+    for known in FORMATS.values():
         if any(known.fits(content) for content in contents.values()):
             return known
     for content in contents.values():
         if content.problem:
             raise ValueError(content.problem)
-    raise ValueError(f"{path} holds no dump; known formats: {', '.join(known.title for known in FORMATS)}")
+    formats = ", ".join(f"{name} ({known.title})" for name, known in FORMATS.items())
+    raise ValueError(f"{path} holds no dump; known formats: {formats}")
 
 
 def _known(content: Content) -> Format | None:
-    return next((known for known in FORMATS if known.fits(content)), None)
+    return next((known for known in FORMATS.values() if known.fits(content)), None)
 
 
 def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
@@ -67,7 +67,7 @@ def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
     example: dict[str, Path] = {}
     for file, content in contents.items():
         if file not in read and content.container != "page":
-            before = any(known.has_beside(content) for known in FORMATS)
+            before = any(known.is_companion(content) for known in FORMATS.values())
             known = _known(content)
             kind = known.title if known else "samples before training" if before else "no known format"
             kinds[kind] += 1

@@ -48,15 +48,15 @@ class Format:
     """Yields the chunks of files that belong together."""
     groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
     """Sorts files of the format, and files next to them, into groups that are read together; it may leave files out."""
-    beside: frozenset[str] = frozenset()
+    companions: frozenset[str] = frozenset()
     """Names in files of no format that are read together with files of this one; empty if there are no such files."""
 
     def fits(self, content: Content) -> bool:
         return content.container == self.container and any(content.names >= names for names in self.shows)
 
-    def has_beside(self, content: Content) -> bool:
+    def is_companion(self, content: Content) -> bool:
         """True for a file that is not of the format, but may be read together with its files."""
-        return content.container == self.container and bool(self.beside) and content.names >= self.beside
+        return content.container == self.container and bool(self.companions) and content.names >= self.companions
 
 
 def content_of(file: Path) -> Content:

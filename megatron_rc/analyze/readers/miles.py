@@ -34,7 +34,7 @@ def groups(files: list[Path]) -> list[Group]:
     for file in files:
         if file not in before:
             by_rollout.setdefault((file.parent, rollout_data.rollout_of(file)), []).append(file)
-    return rollout_data.beside([tuple(group) for group in by_rollout.values()], before)
+    return rollout_data.with_samples([tuple(group) for group in by_rollout.values()], before)
 
 
 class Rank:

@@ -39,7 +39,7 @@ def rollout_of(file: Path) -> int | None:
     return next((value for value in following if isinstance(value, int)), None)
 
 
-def beside(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
+def with_samples(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
     """Each group of train data, followed by the file with the samples of its rollout if there is one.
 
     Files of evaluations are left out: their names have "eval_" before the number of the rollout.

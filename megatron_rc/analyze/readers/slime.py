@@ -23,7 +23,7 @@ VERSION = 2
 def groups(files: list[Path]) -> list[Group]:
     """Each file of train data with the samples of its rollout."""
     before = {file for file in files if rollout_data.is_rollout_data(file)}
-    return rollout_data.beside([(file,) for file in files if file not in before], before)
+    return rollout_data.with_samples([(file,) for file in files if file not in before], before)
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.factors import LOG_MU_EDGES
 from megatron_rc.analyze.rules.rule import Level, Range, Rule, Stage, Verdict
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
 TRIED = Range(tokens=10_000, surprisal=(0.3, 4.0))
 """A smaller range than that of other rules: temperatures were planted in dumps of 15,000 tokens or more, and in a surer

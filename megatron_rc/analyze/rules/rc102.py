@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.factors import LOG_MU_EDGES
 from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
 RATIO_FLOOR = 1e-4
 """A mean ratio closer to 1 than this is harmless, however many tokens prove it: filters and padding that matter move it

@@ -5,7 +5,7 @@ import numpy as np
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
-from megatron_rc.analyze.sums import ZERO_BELOW
+from megatron_rc.analyze.statistics.sums import ZERO_BELOW
 
 FEWEST = 3
 """Impossible zeros that are needed for a bug: a single one can be a damaged token."""

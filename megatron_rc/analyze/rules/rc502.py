@@ -17,7 +17,7 @@ def check(evidence: Evidence) -> Verdict | None:
     share = evidence.excess_share(profile, lags >= 0, fresh)
     return Verdict(
         "RC502",
-        Level.STALENESS,
+        Level.LAG,
         f"the gap grows from k3 {fresh:.1e} at {lags[0]:.0f} updates since sampling to "
         f"{profile.k3[-1]:.1e} at {lags[-1]:.0f}: the lag of the policy explains {share:.0%} of the gap",
         {"k3_fresh": fresh, "k3_oldest": float(profile.k3[-1]), "largest_lag": float(lags[-1])},

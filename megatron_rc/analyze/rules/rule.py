@@ -21,7 +21,7 @@ class Level(StrEnum):
     """A bug fits, but the data are outside the range that the rule was tried on, or do not tell it from others."""
     UNDECIDED = "undecided"
     """A bug fits, but the responses were chosen by outcome, and the test that shows the bug may be seeing that."""
-    STALENESS = "staleness"
+    LAG = "lag"
     """The weights that sampled were older, as the dump itself says."""
     NUMERICS = "numerics"
     """Kernels, precision or expert choice; nothing to fix in the logs."""

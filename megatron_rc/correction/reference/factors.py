@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Pair
-from megatron_rc.correction.reference.log_ratio import LogRatio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3
 from megatron_rc.correction.sums import FACTOR_SUMS, Key
 
 
@@ -33,5 +33,5 @@ def factor_statistics(factors: LogFactors, valid: Tensor, bound: float) -> dict[
     for log_value in factors:
         ell = log_value.double().clamp(-bound, bound)
         rho = ell.exp() * valid
-        sums += [rho.sum(), rho.square().sum(), (ell.expm1() - ell).sum()]
+        sums += [rho.sum(), rho.square().sum(), k3(ell).sum()]
     return dict(zip(FACTOR_SUMS, sums, strict=True))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.plan import WeightPlan
-from megatron_rc.correction.reference.log_ratio import LogRatio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3
 from megatron_rc.correction.sums import LAG_BINS, OF_LAGS, Key, part_of
 
 
@@ -28,7 +28,7 @@ def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) ->
     """0-d sums over the valid tokens of every bin; mask [N] bool are the kept tokens."""
     ell = ratio.value.double().clamp(-bound, bound)
     rho = ell.exp() * ratio.valid
-    values = torch.stack([ratio.valid, ell.expm1() - ell, rho, rho.square(), mask])
+    values = torch.stack([ratio.valid, k3(ell), rho, rho.square(), mask])
     number = torch.stack([lags >= b.smallest for b in [*LAG_BINS.values()][1:]]).sum(0)
     # a fixed number of sums in a fixed order, where index_add would be free to choose one
     sums = torch.stack([torch.where(number == b, values, 0).sum(1) for b in range(len(LAG_BINS))], 1)

@@ -64,6 +64,11 @@ def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
     return unit_sums(columns.double(), offsets)
 
 
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^l - 1 - l. Through expm1, because near l = 0 e^l - 1 would lose all digits to cancellation."""
+    return log_ratio.expm1() - log_ratio
+
+
 def bounded_ratio(log_value: Tensor, lower: float | None, upper: float | None, bound: float) -> Tensor:
     """clamp(rho, lower, upper) with rho = e^l, l clamped to +- bound before exp, and rho = 0 at l = -inf."""
     rho = log_value.clamp(-bound, bound).exp() * (log_value > -torch.inf)

@@ -5,13 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.reference.log_ratio import LogRatio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3
 from megatron_rc.correction.reference.segments import segment_reduce
-
-LARGEST_K3 = 0.5
-"""One token counts for at most this in the mean k3 that sequences are judged by: an outlier must not open the gate."""
-LEAST_SPREAD = 1e-6
-"""Units with a smaller T K are all kept: their log rho(y) is rounding, with a standard deviation below 0.0015."""
+from megatron_rc.kernels.limits import LARGEST_K3, LEAST_SPREAD
 
 
 def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
@@ -20,7 +16,7 @@ def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
     if name == "k2":
         return value.square() / 2
     if name == "k3":
-        return value.expm1() - value
+        return k3(value)
     if name == "abs_log_ratio":
         return value.abs()
     if name == "prob_diff":

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rc.analyze import chunk
 from megatron_rc.doctor.registry import Undecided
 from megatron_rc.doctor.server.facts import ServerFacts
 from megatron_rc.engine import SamplingParams
@@ -133,9 +134,9 @@ def seeded_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def k3(log_ratio: Logprobs) -> float:
-    """The mean of exp(l) - 1 - l over the tokens."""
+    """Mean k3 over the tokens."""
     with np.errstate(over="ignore"):
-        return float(np.mean(np.expm1(log_ratio) - log_ratio))
+        return float(np.mean(chunk.k3(log_ratio)))
 
 
 def exact_share(a: Logprobs, b: Logprobs) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_rc.analyze import chunk
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, warning
 from megatron_rc.doctor.server.facts import ServerFacts, TrainerFacts
 from megatron_rc.doctor.server.probes import BROKEN_K3, FINE_K3
@@ -55,7 +56,7 @@ class Course:
 
     def rise(self) -> tuple[float, float]:
         """Rise of k3 from the first sync to the last by a straight line, and its standard error."""
-        terms = [np.expm1(values) - values for values in self.log_ratios[1:]]
+        terms = [chunk.k3(values) for values in self.log_ratios[1:]]
         means = np.array([float(values.mean()) for values in terms])
         errors = np.array([float(values.std()) / math.sqrt(values.size) for values in terms])
         places = np.linspace(-0.5, 0.5, means.size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.logprobs.inputs import of_chunks
+from megatron_rc.logprobs.inputs import HeadInputs, of_chunks
 from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.training.model.hidden_states import hidden_states
@@ -95,8 +95,8 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
     if isinstance(answers, HiddenStates):
         counted = None if answers.rows is None else answers.rows.to(logits.device)
-        options |= {"rows": counted, **of_chunks(session.head)}
-        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
+        head = HeadInputs(rows=counted, **options, **of_chunks(session.head))
+        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), head=head)
     else:
         logprobs = vocab_parallel_logprobs(logits, index, **options)
     assert isinstance(logprobs, Tensor)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
 from megatron_rc.integrations.megatron_lm.session import Session
@@ -76,7 +77,7 @@ def calculate_grpo_loss(
 def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tensor) -> dict[str, Tensor]:
     log_ratio = torch.where(known, current - rollout, 0)
     tokens = known.sum().float()
-    sums = {"current/k3": log_ratio.expm1().sub(log_ratio).sum(), "current/masked_token": tokens - kept.sum()}
+    sums = {"current/k3": k3(log_ratio).sum(), "current/masked_token": tokens - kept.sum()}
     return {name: torch.stack([total, tokens]) for name, total in sums.items()}
 
 

@@ -23,7 +23,7 @@ from megatron_rc.integrations.megatron_lm.lags import (
 )
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import mismatch_signals
 
 
 class RolloutRows(NamedTuple):

@@ -9,9 +9,11 @@ from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.refusals import refuse_correction
-from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
+from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.rule import NOTHING, Signals
+from megatron_rc.learning_rate.rule import LRRule
+from megatron_rc.learning_rate.scale import NOTHING, Signals
+from megatron_rc.loss.options import check_surrogate
 from megatron_rc.settings.head import LOGITS, HeadOptions
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: 
 
 def refuse_settings(correction: RolloutCorrection) -> None:
     """Refuse a correction that megatron/rl cannot honour, whatever its flags."""
-    correction.check_surrogate("ppo")
+    check_surrogate("ppo", correction)
     if correction.old == "current":
         raise ValueError(
             "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "

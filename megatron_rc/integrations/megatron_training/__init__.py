@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule, captures_iteration
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS
+from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HOST", "correct_micro_batch", "host"]
 
-NAME = "megatron-training"
 MODULE = "megatron.training.training"
 STEP = "megatron_rc.integrations.megatron_training.step"
 
@@ -32,14 +32,6 @@ _TRAIN_STEP = (
     "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
     "iteration=None"
 )
-
-RULES = (
-    FlagRule(
-        "full-iteration-graph", captures_iteration,
-        "a captured iteration replays the loss function without calling it, so metrics and response lengths are lost",
-        "Set --cuda-graph-impl to local, transformer_engine or none.", good="the loss function is called in every step",
-    ),
-)  # fmt: skip
 
 
 def host(version: str | None) -> Host:

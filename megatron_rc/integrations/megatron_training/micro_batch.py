@@ -6,8 +6,8 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.installed import session_of
+from megatron_rc.integrations.megatron_training.flag_rules import NAME
 
 
 def correct_micro_batch(
@@ -48,7 +48,7 @@ def correct_micro_batch(
     Raises:
         ValueError: as `correct`; the gate "standardized" without mean_k3.
     """
-    state = session_of(megatron_training.NAME)
+    state = session_of(NAME)
     correction = state.correction if state else RolloutCorrection()
     if mean_k3 is None:
         correction.check_one_micro_batch("correct_micro_batch")

@@ -15,14 +15,14 @@ from torch import Tensor
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.refusals import refuse_correction
-from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
+from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.mismatch import mismatch_signals
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.rule import LRRule, mismatch_signals
+from megatron_rc.learning_rate.scale import Signals
 from megatron_rc.training import emulation
 
 
@@ -118,7 +118,7 @@ class TrainingStep:
             state.attached.begin(report.signals)
         elif rule.rollouts == 0:
             needed = "correct_micro_batch(new_rollout=True) in the first step of a rollout"
-            raise ValueError(f"{rule.metrics_prefix} needs {needed}")
+            raise ValueError(f"lr_rule needs {needed}")
         self._log(rule.metrics())
 
     def _pool(self) -> _Report:
@@ -160,11 +160,11 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.training.global_vars import get_args
 
-    refuse((*MEGATRON_RULES, *megatron_training.RULES), get_args(), MEGATRON_DEFAULTS, host=megatron_training.NAME)
+    refuse((*MEGATRON_RULES, *RULES), get_args(), MEGATRON_DEFAULTS, host=NAME)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        captured = megatron_training.RULES[0]
+        (captured,) = RULES
         raise ValueError(captured.refusal(captured.problem))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)

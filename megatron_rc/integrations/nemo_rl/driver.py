@@ -15,8 +15,8 @@ from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.nemo_rl.refusals import demanded, refuse
 from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.mismatch import mismatch_signals
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.rule import mismatch_signals
+from megatron_rc.learning_rate.scale import Signals
 
 LOGPROBS = ("prev_logprobs", "generation_logprobs")
 

@@ -18,13 +18,9 @@ def refuse(session: Session, config: Any) -> None:
         _refuse_loss(session, config)
     if session.lr_rule is not None:
         if not value_at(config, "policy.megatron_cfg.enabled"):
-            raise ValueError(
-                "policy.megatron_cfg.enabled must be true for lr_decay and lr_gate, which scale Megatron's scheduler"
-            )
+            raise ValueError("policy.megatron_cfg.enabled must be true for lr_rule, which scales Megatron's scheduler")
         if value_at(config, "policy.quant_cfg") is not None:
-            raise ValueError(
-                "policy.quant_cfg must be null for lr_decay and lr_gate: its workers are not those that have the rule"
-            )
+            raise ValueError("policy.quant_cfg must be null for lr_rule: its workers are not those that have the rule")
 
 
 def _refuse_loss(session: Session, config: Any) -> None:

@@ -9,9 +9,8 @@ from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.refusals import refuse_correction
-from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings
+from megatron_rc.integrations.scheduler_rule import settings_of
+from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule
 
 KEY = "megatron_rc"
 """Key of the policy's configuration that hands the rule to the workers."""
@@ -22,11 +21,10 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(HasLRRule):
+class WorkerSettings:
     """What a worker is given under `KEY`."""
 
-    lr_decay: LengthDecaySettings | None = None
-    lr_gate: LRGateSettings | None = None
+    lr_rule: AnyRuleSettings | None = None
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Session:
 
     def worker_settings(self) -> dict[str, Any]:
         """The rule as plain values, which Ray hands to workers."""
-        return schema.to_dict(WorkerSettings(**settings_of(self.lr_rule, "to other processes")))
+        return schema.to_dict(WorkerSettings(lr_rule=settings_of(self.lr_rule, "to other processes")))
 
     def release(self) -> None:
         """Take our worker off the host's table; say so where the script never came to GRPO's setup."""

@@ -12,7 +12,7 @@ from megatron_rc import schema
 from megatron_rc.integrations.nemo_rl.session import KEY, WorkerSettings
 from megatron_rc.integrations.scheduler_rule import HoldsRule, SchedulerRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.scale import Signals
 
 
 class MegatronPolicyWorkerWithRule(HoldsRule, MegatronPolicyWorkerImpl):

@@ -5,16 +5,14 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
-from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
+from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, judges_advantages, read
 from megatron_rc.integrations.symbols import Recipe
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import LRGateSettings
+from megatron_rc.learning_rate.rule import LRRule, by_mismatch
+from megatron_rc.learning_rate.scale import RuleSettings
 
 
-def hooks_for(
-    correction: RolloutCorrection, lr_rule: LengthDecaySettings | LRGateSettings | None, *, whole_rollouts: bool
-) -> list[str]:
+def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, whole_rollouts: bool) -> list[str]:
     """The simplest hooks that can do it.
 
     Args:
@@ -23,13 +21,12 @@ def hooks_for(
     Raises:
         ValueError: no hook of the host can do it.
     """
-    by_mismatch = lr_rule is not None and lr_rule.needs_mismatch
-    if by_mismatch and not (whole_rollouts and correction.old == "recompute"):
+    if by_mismatch(lr_rule) and not (whole_rollouts and correction.old == "recompute"):
         raise ValueError(
-            "signal of lr_gate must be 'length': the others need old 'recompute', and a hook that sees a whole "
+            "signal of lr_rule must be 'length': the others need old 'recompute', and a hook that sees a whole "
             "rollout before its update, which slime has"
         )
-    hooks = ["rollout_data" if by_mismatch else _correcting(correction)]
+    hooks = ["rollout_data" if by_mismatch(lr_rule) else _correcting(correction)]
     if "rollout_data" in hooks and not whole_rollouts:
         raise ValueError(f"{_pooled(correction)}: no hook of this host sees a whole rollout before its update")
     return hooks + ["before_train_step"] * (lr_rule is not None)
@@ -56,9 +53,9 @@ def _correcting(correction: RolloutCorrection) -> str:
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
     """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
     rule = settings_of(lr_rule, "into a YAML file")
-    hooks_for(correction or RolloutCorrection(), next(iter(rule.values()), None), whole_rollouts=whole_rollouts)
+    hooks_for(correction or RolloutCorrection(), rule, whole_rollouts=whole_rollouts)
     fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}
-    fields |= {name: schema.to_dict(each) for name, each in rule.items()}
+    fields |= {} if rule is None else {"lr_rule": schema.to_dict(rule)}
     return Recipe(["--custom-config-path rc.yaml", flag("enable")], {KEY: fields})
 
 

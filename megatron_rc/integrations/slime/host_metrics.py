@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.correction.reference.segments import segment_reduce, unit_sums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 from megatron_rc.correction.weight import Weight
@@ -96,7 +97,7 @@ def _gap_names(gap: _Gap) -> dict[str, Tensor]:
     training = rollout + difference
     names = {
         "kl": -gap.ell,
-        "k3_kl": gap.ell.expm1() - gap.ell,
+        "k3_kl": k3(gap.ell),
         "chi2_token": square - 1,
         "chi2_seq": gap.ratio("sequence").square() - 1,
         "training_log_ppl": -training,

@@ -16,6 +16,8 @@ from megatron_rc.integrations.slime.settings import (
     read,
 )
 from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
+from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
+from megatron_rc.loss.options import check_surrogate
 
 _BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
 _BY_TIS = f"Use the host's own loss with --use-tis {flag('tis')}."
@@ -46,7 +48,7 @@ def _sees_one_micro_batch(args: Any) -> bool:
 
 
 def _unknown_statistics(args: Any) -> list[str]:
-    known = (*STATISTICS, ROUTE_SHIFT) if args.settings.routes else STATISTICS
+    known = (*STATISTICS, ROUTE_SHIFT) if args.settings.routes else tuple(STATISTICS)
     return [each.statistic for each in args.correction.reject if each.statistic not in known]
 
 
@@ -66,7 +68,7 @@ def _is_unapplied(args: Any) -> bool:
 def _lacks_lengths(args: Any) -> bool:
     """Whether the rule of the learning rate needs lengths, and no hook that is named sees them."""
     seen = any(names(args, hook) for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer"))
-    return getattr(args.settings.lr_rule, "needs_lengths", False) and not seen
+    return by_length(args.settings.lr_rule) and not seen
 
 
 def _leaves_log_probs_out(args: Any) -> bool:
@@ -113,7 +115,7 @@ _ONE_MICRO_BATCH = (
 
 def _double_ratio(name: str) -> FlagRule:
     return FlagRule(
-        name, lambda args: refused(args.correction.check_surrogate, "ppo"), "{found}",
+        name, lambda args: refused(check_surrogate, "ppo", args.correction), "{found}",
         "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
     )  # fmt: skip
 
@@ -187,26 +189,25 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "--use-tis must be off with rollout_data, whose weights already are in the advantages",
             f"Drop --use-tis, or name {flag('tis')}, which then only reports.")),
     "before_train_step": (
-        FlagRule("lr-decay-missing", lambda args: args.settings.lr_rule is None and not args.settings.routes,
-            "megatron_rc.lr_decay or lr_gate must be set for before_train_step", "Set one; {} takes every default."),
-        FlagRule("lr-decay-lengths", _lacks_lengths,
-            "megatron_rc.lr_decay.decay_period must be set where no hook sees response lengths, and lr_gate.signal be "
-            "another than length",
-            f"Change it, or set {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks."),
-        FlagRule("lr-decay-released-actors",
-            lambda args: args.release_train and getattr(args.settings.lr_rule, "needs_lengths", False)
-            and not names(args, "rollout_data"),
+        FlagRule("lr-rule-missing", lambda args: args.settings.lr_rule is None and not args.settings.routes,
+            "megatron_rc.lr_rule must be set for before_train_step", f"Set it to {' or '.join(RULES)}."),
+        FlagRule("lr-rule-lengths", _lacks_lengths,
+            "megatron_rc.lr_rule must not depend on response lengths where no hook sees them",
+            f"Change it (decay_period, signal), or set {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or "
+            "another of these hooks."),
+        FlagRule("lr-rule-released-actors",
+            lambda args: args.release_train and by_length(args.settings.lr_rule) and not names(args, "rollout_data"),
             "--release-train restarts the actors for every rollout, so the lengths that hooks of the loss record "
             "for the next one are lost and the learning rate would never decay",
-            f"Set {flag('rollout_data')}, or megatron_rc.lr_decay.decay_period."),
-        FlagRule("lr-gate-mismatch", lambda args: getattr(args.settings.lr_rule, "needs_mismatch", False)
-            and not in_advantages(args, args.settings),
-            "megatron_rc.lr_gate.signal must be length with no hook that corrects whole rollouts before the update, "
+            f"Set {flag('rollout_data')}, or megatron_rc.lr_rule.decay_period."),
+        FlagRule("lr-rule-mismatch",
+            lambda args: by_mismatch(args.settings.lr_rule) and not in_advantages(args, args.settings),
+            "megatron_rc.lr_rule.signal must be length with no hook that corrects whole rollouts before the update, "
             "or with another correction.old than 'recompute'",
             f"Set {flag('rollout_data')} (miles has no such hook), or signal length."),
-        FlagRule("lr-decay-replicas", lambda args: args.indep_dp and args.settings.lr_rule is not None,
-            "megatron_rc.lr_decay and lr_gate must be unset with --indep-dp: its replicas share no process group",
-            "Drop --indep-dp, or unset them.")),
+        FlagRule("lr-rule-replicas", lambda args: args.indep_dp and args.settings.lr_rule is not None,
+            "megatron_rc.lr_rule must be unset with --indep-dp: its replicas share no process group",
+            "Drop --indep-dp, or unset it.")),
     "before_log_prob": ROUTE_RULES,
     "check": (
         ROUTES_UNWATCHED,
@@ -221,8 +222,8 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             lambda args: in_advantages(args, args.settings) and _leaves_log_probs_out(args),
             "with one train step per rollout slime computes no log-probs before the update, which rollout_data needs",
             f"Add --get-mismatch-metrics {flag('tis')}, which then only reports."),
-        FlagRule("lr-decay-unstepped",
+        FlagRule("lr-rule-unstepped",
             lambda args: args.settings.lr_rule is not None and not names(args, "before_train_step"),
-            "megatron_rc.lr_decay or lr_gate needs the hook that steps it", f"Set {flag('before_train_step')}.")),
+            "megatron_rc.lr_rule needs the hook that steps it", f"Set {flag('before_train_step')}.")),
 }  # fmt: skip
 """Hook -> the mistakes that it refuses by itself; those of `check` concern the hooks together."""

@@ -9,6 +9,9 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron_rc.learning_rate.rule import KEY, earlier_state
+from megatron_rc.learning_rate.scale import LRScale
+
 _KEY = "megatron_rc"
 _ROLLOUT = "rollout_id"
 _loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
@@ -36,19 +39,20 @@ def remembers(scheduler_class: type) -> bool:
     return hasattr(scheduler_class.load_state_dict, _KEY)  # type: ignore[attr-defined]
 
 
-def loaded_state(opt_param_scheduler: Any, state_key: str, *, before: int) -> tuple[int, dict[str, Any]] | None:
+def loaded_state(opt_param_scheduler: Any, rule: LRScale, *, before: int) -> tuple[int, dict[str, Any]] | None:
     """(rollout_id, state of the rule) out of the checkpoint that was loaded; None without one before this rollout."""
-    state = _loaded.get(opt_param_scheduler, {}).get(state_key)
-    if state is None or state[_ROLLOUT] >= before:
+    saved = _loaded.get(opt_param_scheduler, {})
+    state = dict(saved.get(KEY) or earlier_state(saved) or {})
+    if state.get("rule") != rule.name or state[_ROLLOUT] >= before:
         return None
-    return state[_ROLLOUT], {name: value for name, value in state.items() if name != _ROLLOUT}
+    return state.pop(_ROLLOUT), state
 
 
 class SavedWith:
     """The rule's state in the state_dict of a scheduler, which Megatron saves whole and reads its own keys from."""
 
-    def __init__(self, opt_param_scheduler: Any, state_key: str) -> None:
-        self._own, self._key, self._state = opt_param_scheduler.state_dict, state_key, dict[str, Any]()
+    def __init__(self, opt_param_scheduler: Any) -> None:
+        self._own, self._state = opt_param_scheduler.state_dict, dict[str, Any]()
         opt_param_scheduler.state_dict = self.state_dict
 
     def update(self, rollout_id: int, state: Mapping[str, Any]) -> None:
@@ -57,4 +61,4 @@ class SavedWith:
 
     def state_dict(self) -> dict[str, Any]:
         """Megatron's state with the rule's."""
-        return {**self._own(), _KEY: {self._key: self._state}}
+        return {**self._own(), _KEY: {KEY: self._state}}

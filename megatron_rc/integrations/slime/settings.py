@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import Aggregation, RolloutCorrection
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
+from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
 
 KEY = "megatron_rc"
@@ -29,7 +29,7 @@ HOOKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlimeSettings(CurrentNames, HasLRRule):
+class SlimeSettings(CurrentNames):
     """The fields of the key megatron_rc; examples/slime_rc.yaml has them all."""
 
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
@@ -40,12 +40,10 @@ class SlimeSettings(CurrentNames, HasLRRule):
     """Largest share of NaN or infinite log-probs in a rollout before rollout_data stops the run."""
     inplace_backward: bool = False
     """Let `loss` write the gradient of the logits into the logits."""
-    lr_decay: LengthDecaySettings | None = None
-    """Length-decay learning rate, for before_train_step."""
-    lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, for before_train_step, instead of lr_decay."""
-    lr_decay_start: int = 0
-    """The rollout_id at which lr_decay or lr_gate begins; rollouts before it keep the host's learning rate."""
+    lr_rule: AnyRuleSettings | None = None
+    """Learning-rate rule, for before_train_step: its name, or a mapping with its name under `rule`."""
+    lr_rule_start: int = 0
+    """The rollout_id at which lr_rule begins; rollouts before it keep the host's learning rate."""
 
     routes: bool = False
     """Compare the experts that the trainer would choose with the sampler's, which the host replays: metrics of expert
@@ -54,9 +52,9 @@ class SlimeSettings(CurrentNames, HasLRRule):
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
-        if self.lr_decay_start < 0:
-            raise ValueError(f"lr_decay_start must be >= 0, got {self.lr_decay_start!r}")
-        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        if self.lr_rule_start < 0:
+            raise ValueError(f"lr_rule_start must be >= 0, got {self.lr_rule_start!r}")
+        check_lr_rule(self.lr_rule, self.correction)
 
 
 def read(args: Namespace) -> SlimeSettings:

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
-from megatron_rc.correction.reference.log_ratio import LogRatio, log_ratio
+from megatron_rc.correction.reference.log_ratio import LogRatio, k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.scale import Signals
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"
@@ -82,15 +82,15 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
 def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached: metrics per token, which the host averages as it does its own.
 
-    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2, the final
-    weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at corrupt
-    tokens, whose share is nonfinite_share.
+    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides
+    these the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0
+    at corrupt tokens, whose share is nonfinite_share.
     """
     ratio, bound = tokens.log_ratio, corrected.correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
     return {
         "k1": -ell,
-        "k3": ell.expm1() - ell,
+        "k3": k3(ell),
         "chi2_token": ell.expm1().square(),
         "weight": corrected.weights.clone(),
         "weight_squared": corrected.weights.square(),

@@ -13,6 +13,7 @@ from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_log
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
+from megatron_rc.learning_rate import scale
 
 WEIGHTS = "rollout_is_weights"
 _MASKS = ("response_mask", "loss_mask")
@@ -111,9 +112,7 @@ def _check_workers(state: VerlPatch, metrics: Mapping[str, Any]) -> None:
     """Refuse to go on where the workers have not loaded the plugin, so that nothing of ours ran there."""
     if not state.in_workers:
         return
-    wanted = PREFIX
-    if state.lr_rule is not None:
-        wanted = "lr_decay/" if state.settings.lr_gate is None else "lr_gate/"
+    wanted = PREFIX if state.lr_rule is None else scale.PREFIX
     if not any(f"actor/{wanted}" in name for name in metrics):
         raise ValueError(
             f"the workers of verl report no {wanted} metrics, so they run without megatron_rc: install it there, and "

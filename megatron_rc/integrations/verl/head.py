@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import FUSED, MTP, PADDING
 from megatron_rc.integrations.verl.settings import VerlPatch
+from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.training.model.hidden_states import check_product
 
@@ -102,9 +103,11 @@ def _linear_cross_entropy(
         hidden.squeeze(1),
         weight,
         labels.squeeze(0),
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        temperature=temperature,
+        head=HeadInputs(
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            temperature=temperature,
+            logits_dtype=torch.float32 if hidden.dtype.itemsize < 4 else None,
+        ),
         with_entropy=True,
-        logits_dtype=torch.float32 if hidden.dtype.itemsize < 4 else None,
     )

@@ -31,7 +31,7 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
     """`refuse` for a configuration that is read by dotted path, as doctor reads overrides."""
     strategy = value(STRATEGY)
     if state.lr_rule is not None and strategy != "megatron":
-        raise ValueError(f"lr_decay and lr_gate need {STRATEGY}=megatron, whose scheduler they scale, got {strategy}")
+        raise ValueError(f"lr_rule needs {STRATEGY}=megatron, whose scheduler it scales, got {strategy}")
     if state.settings.vocab_parallel_logprobs:
         if strategy != "megatron":
             raise ValueError(f"vocab_parallel_logprobs needs {STRATEGY}=megatron, got {strategy}")

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import Denominator, RolloutCorrection, Surrogate
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.refusals import refuse_correction
-from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule, settings_of
+from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.learning_rate.length_decay import LengthDecaySettings
-from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
+from megatron_rc.loss.options import Denominator, Surrogate, check_surrogate
 from megatron_rc.settings.head import LINEAR, LOGITS, Head, HeadOptions
 from megatron_rc.settings.renamed import CurrentNames
 
@@ -27,7 +27,7 @@ _HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerlSettings(CurrentNames, HasLRRule):
+class VerlSettings(CurrentNames):
     """The fields of MEGATRON_RC_CONFIG."""
 
     correction: RolloutCorrection | None = None
@@ -47,20 +47,18 @@ class VerlSettings(CurrentNames, HasLRRule):
     head: Head = "logits"
     """What log-probs and entropy of Megatron workers are made of: logits, or ("linear") hidden states and the weight of
     the head, instead of verl's fused kernel. Values and gradients equal the kernel's up to rounding."""
-    lr_decay: LengthDecaySettings | None = None
-    """Length-decay learning rate, on Megatron's scheduler."""
-    lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, instead of lr_decay."""
+    lr_rule: AnyRuleSettings | None = None
+    """Learning-rate rule, on Megatron's scheduler: its name, or a mapping with its name under `rule`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
         of_logprobs = self.vocab_parallel_logprobs or self.head != "logits"
         if self.correction is None and self.lr_rule is None and not of_logprobs:
-            raise ValueError(f"{VARIABLE} must have correction, lr_decay, lr_gate, head or vocab_parallel_logprobs")
+            raise ValueError(f"{VARIABLE} must have correction, lr_rule, head or vocab_parallel_logprobs")
         if self.vocab_parallel_logprobs and self.head != "logits":
             raise ValueError(f"vocab_parallel_logprobs must be False with head: {self.head}, which has no logits")
-        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        check_lr_rule(self.lr_rule, self.correction)
         if self.inner in (LOSS_MODE, "bypass_mode"):
             raise ValueError(f"inner must be a loss_mode of verl that takes weights, got {self.inner!r}")
 
@@ -140,7 +138,7 @@ def prepare(
 def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> VerlSettings:
     if head not in (LOGITS, LINEAR):
         raise ValueError(f"head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32, got {head}")
-    return VerlSettings(correction=correction, head=head.head, **settings_of(lr_rule, "to other processes"))
+    return VerlSettings(correction=correction, head=head.head, lr_rule=settings_of(lr_rule, "to other processes"))
 
 
 def refuse_settings(settings: VerlSettings) -> None:
@@ -150,7 +148,7 @@ def refuse_settings(settings: VerlSettings) -> None:
     if correction.old == "current":
         raise ValueError("old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update")
     if correction.old == "rollout":
-        correction.check_surrogate(settings.surrogate)
+        check_surrogate(settings.surrogate, correction)
         correction.check_one_micro_batch("loss_mode=megatron_rc")
         if correction.max_k3 is not None:
             raise ValueError("max_k3 must be unset when old is 'rollout': the loss sees one micro-batch at a time")
@@ -165,16 +163,13 @@ def refuse_settings(settings: VerlSettings) -> None:
             raise ValueError(
                 "when must be 'always' unless old is 'rollout': verl corrects a rollout before it has advantages"
             )
-    rule = settings.lr_rule
-    if rule is None:
-        return
-    if rule.needs_lengths and settings.denominator == "kept":
+    if by_length(settings.lr_rule) and settings.denominator == "kept":
         raise ValueError(
             "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"
         )
-    if rule.needs_mismatch and correction.old == "rollout":
+    if by_mismatch(settings.lr_rule) and correction.old == "rollout":
         raise ValueError(
-            "signal of lr_gate must be 'length' when old is 'rollout': nothing is measured before an update"
+            "signal of lr_rule must be 'length' when old is 'rollout': nothing is measured before an update"
         )
 
 

@@ -11,8 +11,8 @@ from megatron_rc.integrations.scheduler_rule import get_optimizer_param_schedule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.driver import checked_metrics
 from megatron_rc.integrations.verl.settings import VerlPatch
-from megatron_rc.learning_rate.mismatch import mismatch_signals
-from megatron_rc.learning_rate.rule import Signals
+from megatron_rc.learning_rate.rule import by_mismatch, mismatch_signals
+from megatron_rc.learning_rate.scale import Signals
 from megatron_rc.training import emulation
 
 
@@ -37,9 +37,7 @@ def train_mini_batch(original: Function, state: VerlPatch, worker: Any, data: An
     metrics: dict[str, float] = {}
     if state.lr_rule is not None:
         if state.attached is None:
-            raise ValueError(
-                "lr_decay and lr_gate need actor_rollout_ref.actor.strategy=megatron, whose scheduler they scale"
-            )
+            raise ValueError("lr_rule needs actor_rollout_ref.actor.strategy=megatron, whose scheduler it scales")
         state.attached.begin(_signals(state, data, group))
         metrics |= state.attached.rule.metrics()
     state.sums.clear()
@@ -61,10 +59,10 @@ def _signals(state: VerlPatch, data: Any, group: Any) -> Signals:
         dist.all_reduce(pooled, group=group)
     tokens, responses = pooled.tolist()
     signals = Signals(length=tokens / responses if responses else None)
-    if not getattr(state.lr_rule, "needs_mismatch", False):
+    if not by_mismatch(state.lr_rule):
         return signals
     if data.get("rollout_log_probs", None) is None:
-        raise ValueError("signal of lr_gate must be 'length': the workers of verl get no rollout_log_probs")
+        raise ValueError("signal of lr_rule must be 'length': the workers of verl get no rollout_log_probs")
     train, rollout = (_padded(data[name]).float() for name in ("old_log_probs", "rollout_log_probs"))
     sums = correct(train, rollout, mask, correction=state.correction, dp_group=group).metrics.all_reduce(group)
     measured = mismatch_signals(sums.values(), state.correction)

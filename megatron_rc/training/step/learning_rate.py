@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.learning_rate.mismatch import mismatch_signals
-from megatron_rc.learning_rate.rule import LRScale
+from megatron_rc.learning_rate.rule import mismatch_signals
+from megatron_rc.learning_rate.scale import LRScale
 
 
 @dataclass

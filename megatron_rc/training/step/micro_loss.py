@@ -10,7 +10,7 @@ from megatron_rc.correction.correct import Corrected, correct, pair_metrics
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.settings.loss import LossSettings
+from megatron_rc.loss.options import LossOptions
 from megatron_rc.training.heads import Answer
 from megatron_rc.training.loss_terms import LossTerms
 from megatron_rc.training.microbatches import MicroExtras
@@ -24,10 +24,10 @@ class Collected(NamedTuple):
     """[n] fp32, nats: log-probs of the current policy, without gradient."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroLoss:
     correction: RolloutCorrection
-    settings: LossSettings
+    options: LossOptions
     backend: str
     corrected: Corrected | None
     """The correction of the whole rollout batch, which the extras of micro-batches hold in parts; None corrects each
@@ -55,7 +55,7 @@ class MicroLoss:
     def _two_policies(self, answer: Answer) -> tuple[Tensor, Collected]:
         """The same where the correction, and so the loss, needs the current log-probs of whole sequences first."""
         batch, extras = answer.micro.batch, answer.micro.extras
-        current, entropy = answer.logprobs(with_entropy=self.settings.entropy_coef != 0)
+        current, entropy = answer.logprobs(with_entropy=self.options.entropy_coef != 0)
         corrected = correct(
             current.detach(),
             batch.rollout_logprobs,
@@ -75,4 +75,11 @@ class MicroLoss:
 
     def _terms(self, extras: MicroExtras, old: Tensor | None, corrected: Corrected) -> LossTerms:
         assert extras.advantages is not None and extras.scale is not None
-        return LossTerms(self.settings, old, extras.advantages, corrected, extras.scale, extras.kl_logprobs)
+        return LossTerms(
+            options=self.options,
+            old_logprobs=old,
+            advantages=extras.advantages,
+            corrected=corrected,
+            scale=extras.scale,
+            reference_logprobs=extras.kl_logprobs,
+        )

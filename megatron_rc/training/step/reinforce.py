@@ -18,9 +18,9 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import horizon, predicted_ess
-from megatron_rc.learning_rate.rule import LRScale
+from megatron_rc.learning_rate.scale import LRScale
 from megatron_rc.loss.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.scale import loss_scale
 from megatron_rc.settings.loss import LossSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
@@ -81,23 +81,50 @@ NO_SAMPLING_LOGPROBS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What a step does with a batch."""
+
+    correction: RolloutCorrection
+    loss: LossSettings
+    train: TrainSettings
+    max_nonfinite_share: float
+    """Largest share of log-probs that are not finite."""
+    with_kept_mass: bool = False
+    """The old pass computes this column of the dump; it reads the logits once more where tokens were drawn from kept
+    ids."""
+    with_varentropy: bool = False
+    """The same, for every token."""
+    take_step: bool = True
+    """False computes the gradients and takes no optimizer step: `Policy.update`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What a job has when a step begins."""
+
+    step: int = 0
+    """Number of the step, which the random choices of train.control depend on."""
+    version: int | None = None
+    """Version of the weights that are trained, which gives the correction lags where a sample is older, or where the
+    correction reads lags; None: the weights that sampled."""
+    sampling_weights: SamplingWeights | None = None
+    """Older versions of the weights, which split the gap where their samples are in the batch."""
+    measured_upper: float = FIRST
+    """Bound of a weight with upper "measured"; the metric old/measured_upper is the next one."""
+    lr_rule: LRScale | None = None
+    """Scales the learning rate by what is measured before the first update: on the whole rollout, or, where the
+    correction has no old pass, on its first mini-batch."""
+    routing: Routing | None = None
+    """Records and replays the routes of every pass."""
+
+
 def reinforce_step(
     policy: Policy,
     batch: TokenBatch,
+    settings: StepSettings,
+    state: StepState = StepState(),
     *,
-    correction: RolloutCorrection,
-    loss: LossSettings,
-    train: TrainSettings,
-    max_nonfinite_share: float,
-    step: int = 0,
-    version: int | None = None,
-    sampling_weights: SamplingWeights | None = None,
-    measured_upper: float = FIRST,
-    lr_rule: LRScale | None = None,
-    routing: Routing | None = None,
-    with_kept_mass: bool = False,
-    with_varentropy: bool = False,
-    take_step: bool = True,
     check: Callable[[], None] = lambda: None,
     on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
@@ -107,29 +134,19 @@ def reinforce_step(
     old pass, so that mismatch and length are measured on everything that was sampled.
 
     Args:
-        step: number of the step, which the random choices of train.control depend on.
-        version: version of the weights that are trained, which gives the correction lags where a sample is older, or
-            where the correction reads lags; None: the weights that sampled.
-        sampling_weights: older versions of the weights, which split the gap where their samples are in the batch.
-        measured_upper: the bound of a weight with upper "measured"; the metric old/measured_upper is the next one.
-        lr_rule: scales the learning rate by what is measured before the first update: on the whole rollout, or, where
-            the correction has no old pass, on its first mini-batch.
-        routing: records and replays the routes of every pass.
-        with_kept_mass, with_varentropy: the old pass computes these columns of the dump, too. Each reads the logits
-            once more, kept_mass only where tokens were drawn from kept ids.
-        take_step: False computes the gradients and takes no optimizer step: `Policy.update`.
         check: called before the first backward pass and before the first optimizer step; what it raises leaves the
             weights as they were.
         on_update: called after every optimizer step.
 
     Raises:
-        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite, or k3 exceeds the correction's
+        SharedError: more than max_nonfinite_share of the log-probs are not finite, or k3 exceeds the correction's
             max_k3; samples of older weights without the log-probs that a weight of two factors needs.
     """
     assert batch.rewards is not None and batch.groups is not None
-    plan, older = Plan.of(correction), OlderVersions.of(batch, version, sampling_weights)
+    correction, loss, train = settings.correction, settings.loss, settings.train
+    plan, older = Plan.of(correction), OlderVersions.of(batch, state.version, state.sampling_weights)
     if not older.versions and not plan.reads_lags:
-        version = None  # metrics by lag would repeat those of all tokens
+        state = dataclasses.replace(state, version=None)  # metrics by lag would repeat those of all tokens
     if plan.has_two_factors and batch.sampling_logprobs is None and not older.can_speak:
         raise SharedError(NO_SAMPLING_LOGPROBS)
     splits = (plan.has_two_factors or train.keep_sampling_weights) and older.can_speak
@@ -138,21 +155,25 @@ def reinforce_step(
     dropped = [s for s, is_equal in enumerate(equal) if is_equal]
     groups = [group for group, is_equal in zip(batch.groups.tolist(), equal, strict=True) if not is_equal]
     parts = [[trained[i] for i in part] for part in mini_batches(groups, train.mini_batches_per_rollout)]
-    batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
+    batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage].compute(batch.rewards, batch.groups))
     lengths = response_lengths(batch)
     metrics: dict[str, Any] = dict(rollout_metrics(batch, lengths, equal))
-    rate = StepRate(lr_rule, correction, metrics)
+    rate = StepRate(state.lr_rule, correction, metrics)
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
-    routes = routing.start(share.batch) if routing else None
-    kept = older if splits else None
     passes = _Step(
-        policy, correction, loss, max_nonfinite_share, share, version, kept, measured_upper, routes, rate, take_step
+        policy=policy,
+        settings=settings,
+        state=state,
+        share=share,
+        older=older if splits else None,
+        routes=state.routing.start(share.batch) if state.routing else None,
+        rate=rate,
     )
     if three_policy:
-        metrics |= passes.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
+        metrics |= passes.old_pass()
         rate.begin(metrics, "old/")
-        passes.control(train, len(parts), step)
+        passes.control(len(parts))
     check()
     updates: list[tuple[UpdateResult, MetricSums]] = []
     for micro_batches in share.micro_batches[: len(parts)]:
@@ -165,22 +186,18 @@ def reinforce_step(
     return StepResult(metrics, batch, share, passes.columns)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Step:
     """The passes of one process over its share of a rollout batch."""
 
     policy: Policy
-    correction: RolloutCorrection
-    loss: LossSettings
-    max_nonfinite_share: float
+    settings: StepSettings
+    state: StepState
     share: Share
-    version: int | None
     older: OlderVersions | None
     """None: nothing asks for log-probs by the weights that sampled, or they are not kept."""
-    measured_upper: float
     routes: StepRoutes | None
     rate: StepRate
-    take_step: bool
     old_logprobs: Tensor | None = None
     """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected`` and ``columns``."""
     corrected: Corrected | None = None
@@ -192,9 +209,10 @@ class _Step:
         self.advantages = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
     def pooled(self, sums: MetricSums | None) -> dict[str, Any]:
-        return pooled(sums, self.policy.groups, self.max_nonfinite_share, self.correction.max_k3)
+        asked = self.settings
+        return pooled(sums, self.policy.groups, asked.max_nonfinite_share, asked.correction.max_k3)
 
-    def old_pass(self, **columns: bool) -> dict[str, Any]:
+    def old_pass(self) -> dict[str, Any]:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
@@ -205,7 +223,12 @@ class _Step:
         if older is not None and sampling is None:
             # before the old pass, whose routes are those that count
             sampling = older.logprobs(micro_batches, local.weight_versions, around)
-        described = policy.distribution(micro_batches, around=around, **columns)
+        described = policy.distribution(
+            micro_batches,
+            around=around,
+            with_kept_mass=self.settings.with_kept_mass,
+            with_varentropy=self.settings.with_varentropy,
+        )
         old = described.logprobs
         shift = routes.after_old_pass(local, old) if routes else None
         if not policy.groups.last_stage:
@@ -217,15 +240,15 @@ class _Step:
             old,
             local.rollout_logprobs,
             local.loss_mask,
-            correction=self.correction,
+            correction=self.settings.correction,
             cu_seqlens=local.cu_seqlens,
             segment_ids=local.segment_ids,
             num_segments=local.num_segments,
             advantages=self.advantages,
             extras=Extras(
                 statistics={} if shift is None else {"route_shift": shift.route_shift},
-                lags=None if self.version is None else local.lags(self.version),
-                measured_upper=self.measured_upper,
+                lags=None if self.state.version is None else local.lags(self.state.version),
+                measured_upper=self.state.measured_upper,
                 sampling_logprobs=sampling,
             ),
             dp_group=policy.groups.data,
@@ -241,12 +264,13 @@ class _Step:
             self.columns["routes_shifted"] = torch.where(local.loss_mask, shift.route_shift, 0)
         return self.pooled(sums)
 
-    def control(self, train: TrainSettings, parts: int, step: int) -> None:
+    def control(self, parts: int) -> None:
         """Replace the correction by that of train.control; the first ``parts`` of the share are trained on."""
+        train = self.settings.train
         if train.control == "none" or self.corrected is None:
             return
         assert self.old_logprobs is not None
-        kind, seed = train.control, seed_of(train.seed, "control", step)
+        kind, seed = train.control, seed_of(train.seed, "control", self.state.step)
         self.corrected = controlled(self.corrected, self.share, self.old_logprobs, parts=parts, control=kind, seed=seed)
         self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
 
@@ -259,22 +283,28 @@ class _Step:
         numbered = [range(m.start - first, m.stop - first) for m in micro_batches]
         listed = self.share.loss_rows_of(micro_batches)
         extras = self._extras(batch, rows)
-        if self.loss.kl_coef:
+        if self.settings.loss.kl_coef:
             logprobs = policy.kl_logprobs(split_rows(batch, numbered, NO_EXTRAS, listed))
             extras = extras._replace(kl_logprobs=logprobs if groups.last_stage else None)
 
         def before_step(outputs: list[Collected]) -> None:
             check()
-            if self.correction.old != "recompute":
+            if self.settings.correction.old != "recompute":
                 sums = merged([o.sums for o in outputs]) if groups.last_stage else None
                 self.rate.begin(self.pooled(sums), "current/")
 
         result = policy.update(
             split_rows(batch, numbered, extras, listed),
-            MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected, self.version),
+            MicroLoss(
+                correction=self.settings.correction,
+                options=self.settings.loss,
+                backend=policy.train.backend,
+                corrected=self.corrected,
+                version=self.state.version,
+            ),
             before_step=before_step,
             around=routes.around if routes else None,
-            take_step=self.take_step,
+            take_step=self.settings.take_step,
         )
         sums = merged([o.sums for o in result.outputs])
         if routes is None or not groups.last_stage:
@@ -300,8 +330,8 @@ class _Step:
         scale = loss_scale(
             batch.loss_mask,
             kept,
-            aggregation=self.loss.aggregation,
-            denominator=self.loss.denominator,
+            aggregation=self.settings.loss.aggregation,
+            denominator=self.settings.loss.denominator,
             cu_seqlens=batch.cu_seqlens,
             dp_group=self.policy.groups.data,
             max_length=batch.sampling.max_new_tokens,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.loss.scale import loss_scale
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.tasks import Demonstration
 from megatron_rc.training.heads import Answer

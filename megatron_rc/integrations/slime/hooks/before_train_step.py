@@ -1,4 +1,4 @@
-"""The hook of --custom-megatron-before-train-step-hook-path: the learning rate by length decay or by mismatch."""
+"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate."""
 
 import json
 import logging
@@ -20,8 +20,10 @@ from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.rule_state import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
-from megatron_rc.learning_rate.rule import LRScale, Signals
+from megatron_rc.learning_rate.rule import EARLIER, resume, state_of
+from megatron_rc.learning_rate.scale import LRScale, Signals
 
+_STATE_FILE = "megatron_rc_lr_rule.json"
 _logger = logging.getLogger(__name__)
 
 
@@ -56,8 +58,8 @@ def before_train_step(
     rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
     k3 come from rollout_data alone. The host's checkpoints hold the rule's state next to the scheduler's. Where
     none would give it back (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in
-    megatron_rc_lr_decay.json or megatron_rc_lr_gate.json next to the checkpoints of --save; that of --load is read
-    when the checkpoint has none. tis and loss log the metrics of the rule.
+    megatron_rc_lr_rule.json next to the checkpoints of --save; that of --load is read when the checkpoint has none.
+    tis and loss log the metrics of the rule.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -76,7 +78,7 @@ def before_train_step(
         return
     signals = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
     # the actor takes no step while slime trains the critic alone
-    start = max(settings.lr_decay_start, getattr(args, "num_critic_only_steps", 0) or 0)
+    start = max(settings.lr_rule_start, getattr(args, "num_critic_only_steps", 0) or 0)
     if rollout_id < start:
         return
     if opt_param_scheduler not in _runs:
@@ -101,32 +103,41 @@ def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, start: int
     rule = settings.lr_rule.build(scheduler.max_lr)
     last, states = rollout_id - 1, dict[str, dict[str, Any]]()
     if rollout_id > start:
-        loaded = loaded_state(scheduler, rule.state_key, before=rollout_id)
+        loaded = loaded_state(scheduler, rule, before=rollout_id)
         if loaded is None:
             states = _states_in_file(args, rule, rollout_id)
             loaded = last, states[str(last)]
         last, state = loaded
-        rule.load_state_dict(state)
+        resume(rule, state)
     rule.attach(scheduler)
     in_file = not remembers(type(scheduler)) or bool(getattr(args, "no_save_optim", None))
-    return _Run(rule, last, states, SavedWith(scheduler, rule.state_key), in_file)
+    return _Run(rule, last, states, SavedWith(scheduler), in_file)
 
 
 def _states_in_file(args: Namespace, rule: LRScale, rollout_id: int) -> dict[str, dict[str, Any]]:
     folder = getattr(args, "load", None)
-    file = Path(folder or "") / _state_file(rule)
-    saved = read_json(file) if folder and file.is_file() else {}
-    if str(rollout_id - 1) not in saved:
+    states = _read_states(Path(folder), rule) if folder else {}
+    if str(rollout_id - 1) not in states:
         raise ValueError(
-            f"megatron_rc.{rule.metrics_prefix} needs its state after rollout {rollout_id - 1} in {file.name} of "
-            f"--load {folder}, or in the scheduler of its checkpoint: load the run that had it, without "
-            f"--no-load-optim, or set megatron_rc.lr_decay_start to {rollout_id}"
+            f"megatron_rc.lr_rule needs its state after rollout {rollout_id - 1} in {_STATE_FILE} of --load {folder}, "
+            "or in the scheduler of its checkpoint: load the run that had it, without --no-load-optim, or set "
+            f"megatron_rc.lr_rule_start to {rollout_id}"
         )
-    return {number: state for number, state in saved.items() if int(number) < rollout_id}
+    return {number: state for number, state in states.items() if int(number) < rollout_id}
+
+
+def _read_states(folder: Path, rule: LRScale) -> dict[str, dict[str, Any]]:
+    """The states of the rule in its file, or in the one that version 0.1 wrote."""
+    earlier, _ = EARLIER.get(rule.name, ("", ""))
+    for file in (folder / _STATE_FILE, folder / f"megatron_rc_{earlier}.json"):
+        if file.is_file():
+            states = {number: {"rule": rule.name} | state for number, state in read_json(file).items()}
+            return {number: state for number, state in states.items() if state["rule"] == rule.name}
+    return {}
 
 
 def _save(args: Namespace, run: _Run) -> None:
-    state = run.rule.state_dict()
+    state = state_of(run.rule)
     run.checkpoint.update(run.rollout_id, state)
     folder = getattr(args, "save", None)
     if not run.in_file or folder is None:
@@ -134,8 +145,4 @@ def _save(args: Namespace, run: _Run) -> None:
     run.states[str(run.rollout_id)] = state
     if is_first_process():
         Path(folder).mkdir(parents=True, exist_ok=True)
-        replace_text(Path(folder) / _state_file(run.rule), json.dumps(run.states))
-
-
-def _state_file(rule: LRScale) -> str:
-    return f"megatron_rc_{rule.metrics_prefix}.json"
+        replace_text(Path(folder) / _STATE_FILE, json.dumps(run.states))

@@ -12,7 +12,7 @@ from megatron_rc.integrations.slime.settings import names, read
 def check(args: Namespace) -> None:
     """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
 
-    With lr_decay or lr_gate, Megatron's schedulers remember the state of the rule that a checkpoint holds.
+    With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds.
 
     Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
     log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
+from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.hooks.pg_loss_reducer import reducer
@@ -16,6 +17,7 @@ from megatron_rc.integrations.slime.log_metrics import logged, route_shift
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
 
 Reduce = Callable[[Tensor], Tensor]
@@ -66,10 +68,9 @@ def loss(
     reduce = sum_of_sample_mean
     if names(args, "pg_loss_reducer"):
         reduce = reducer(args, *lengths, batch["loss_masks"])
-    clip = {"clip_lower": args.eps_clip, "clip_upper": args.eps_clip_high}
-    scale = _scale(reduce, current)
     dual_clip = getattr(args, "eps_clip_c", None)
-    policy = policy_loss(current, old, advantages, corrected, scale=scale, dual_clip=dual_clip, **clip)
+    options = LossOptions(clip_lower=args.eps_clip, clip_upper=args.eps_clip_high, dual_clip=dual_clip)
+    policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
@@ -167,7 +168,7 @@ def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_m
         if args.kl_loss_type == "low_var_kl":
             # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
             gap = gap.clamp(-80, 80)
-        kl = torch.expm1(-gap) + gap
+        kl = k3(-gap)
     else:
         raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
     if args.use_unbiased_kl:

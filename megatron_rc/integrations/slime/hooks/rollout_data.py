@@ -13,7 +13,7 @@ from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.routes import WATCH, Routes
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens
-from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
 
 _LOST_BATCH = LostBatchWarning()

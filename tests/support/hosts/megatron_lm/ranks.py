@@ -85,7 +85,7 @@ def step(host: SimpleNamespace, cut: Cut, settings: PatchSettings) -> dict[str, 
     model, everything = Model(), rollouts()
     mine = everything[rank : rank + 1] if world == 2 else everything
     bins = cut.bins[rank] if cut.bins else None
-    with patch("megatron-lm", correction=settings.correction, lr_decay=settings.lr_decay):
+    with patch("megatron-lm", correction=settings.correction, lr_rule=settings.lr_rule):
         tokenizer = Namespace(seq_length=WIDTH, rows=cut.rows, bins=bins)
         prepare = host.rl_utils.prepare_data_for_update
         iterator, _, _ = prepare([model], None, mine, tokenizer, bins is not None, True, {})

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from hosts.slime import sources
 from hosts.slime.cases import Case, batch_of, hosts_own
 
-YAML = {"correction": "token-tis", "lr_decay": {"decay_period": 2}}
+YAML = {"correction": "token-tis", "lr_rule": {"rule": "length_decay", "decay_period": 2}}
 
 
 def first_steps(rank: int, host: str) -> list[dict[str, float]]:

@@ -87,7 +87,7 @@ def train(made: Any, lengths: list[int]) -> dict[str, Any]:
 def scheduler() -> dict[str, Any]:
     """Learning rates of six updates in one go, and of three, a checkpoint, and three more."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/x", rank=0, world_size=1)
-    settings = json.dumps({"lr_decay": {"decay_period": 2}})
+    settings = json.dumps({"lr_rule": {"rule": "length_decay", "decay_period": 2}})
     lengths = [[4, 8], [4, 8], [6, 8], [4, 4], [4, 12], [8, 8]]
     with patched(settings):
         whole = worker()
@@ -139,7 +139,7 @@ CONFIGURATIONS = [
     ("{correction: {old: rollout}}", [LOSS]),
     ("{correction: token-tis}", [BYPASSED]),
     ("{correction: token-tis}", ["algorithm.rollout_correction.rollout_is=token"]),
-    ("{lr_decay: {}}", []),
+    ("{lr_rule: length_decay}", []),
 ]
 
 

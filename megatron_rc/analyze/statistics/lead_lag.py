@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.alignment import at_lag
 from megatron_rc.analyze.chunk import Floats
-from megatron_rc.analyze.significance import normal_p
+from megatron_rc.analyze.statistics.alignment import at_lag
+from megatron_rc.analyze.statistics.significance import normal_p
 
 LAGS = tuple(range(-5, 6))
 FEWEST = 24
@@ -38,8 +38,8 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     A surprise is the residual of a least-squares fit on a straight line in time and the steps before. Series that
     wander or grow by themselves have correlated values and correlated changes, but their surprises are independent.
     They are replaced by their normal scores, so that single large ones do not decide. Then r(d) = corr(surprise of k3
-    at t, surprise of the other at t + d); the largest atanh(|r(d)|) sqrt(pairs - 3 - predictors), which is normal
-    without a relation, gives p = 1 - (1 - p_1)^11 over the 11 values of d.
+    at t, surprise of the other at t + d). Without a relation atanh(|r(d)|) sqrt(pairs - 3 - predictors) is normal. Its
+    largest value gives p = 1 - (1 - p_1)^11 over the 11 values of d.
 
     Source: Haugh (1976), Checking the independence of two covariance-stationary time series.
     """

@@ -13,8 +13,8 @@ with heavy tails and dependence within a sequence, as long as no single term dom
 import math
 from dataclasses import dataclass
 
-from megatron_rc.analyze.significance import Test, self_normalised
-from megatron_rc.analyze.sums import Sums
+from megatron_rc.analyze.statistics.significance import Test, self_normalised
+from megatron_rc.analyze.statistics.sums import Sums
 
 KAPPA_ERROR = 0.3
 """kappa counts only where its standard error is at most this."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rc import versions
-from megatron_rc.analyze.bound import advantages, sequence_ratio
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats
-from megatron_rc.analyze.factors import FACTORS, lag
-from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.analyze.statistics.bound import advantages, sequence_ratio
+from megatron_rc.analyze.statistics.factors import FACTORS, lag
+from megatron_rc.analyze.statistics.reservoir import Reservoir
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 

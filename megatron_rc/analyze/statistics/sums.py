@@ -24,8 +24,8 @@ _INDEX = {name: index for index, name in enumerate(FIELDS)}
 def token_values(chunk: Chunk) -> dict[str, Floats]:
     """[N] fp64 terms of the sums.
 
-    With l = log pi - log mu and rho = e^l: excess rho - 1; surprise rho (-log pi - H), where H is the entropy of pi
-    (0 without that column); uncertainty (1 - pi)^2; exact_zeros log mu = 0; exact l = 0.
+    With l = log pi - log mu and rho = e^l: excess rho - 1, uncertainty (1 - pi)^2, exact_zeros log mu = 0, exact l = 0,
+    and surprise rho (-log pi - H). H is the entropy of pi, or 0 without that column.
     """
     ratio, log_ratio, k3 = chunk.ratio, chunk.log_ratio, chunk.k3
     excess, squared = np.expm1(log_ratio), log_ratio * log_ratio

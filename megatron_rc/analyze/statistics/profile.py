@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats
-from megatron_rc.analyze.factors import Factor
-from megatron_rc.analyze.significance import Test, normal_p
+from megatron_rc.analyze.statistics.factors import Factor
+from megatron_rc.analyze.statistics.significance import Test, normal_p
 
 PERMUTATIONS = 100
 """Random orders of the tokens that the actual order is compared with."""

@@ -7,6 +7,7 @@ from megatron_rc.analyze.chunk import Chunk, join
 MAX_TOKENS = 1_000_000
 """Most tokens that are kept, so that memory does not grow with the dump."""
 SEED = 1
+"""Any one: the same dump must give the same sample."""
 
 
 class Reservoir:

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.correction.measured_upper import FIRST, error_terms
+from megatron_rc.correction.measured_upper import FIRST, GRID, error_terms
 
-GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
-"""Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
+TRIED = np.array(sorted({FIRST, *GRID}))
+"""Values of C that are tried: those that training measures, and the one that it begins with."""
 CUSTOMARY = FIRST
 """The C of most codebases. Where the error hardly depends on C, the tried value nearest to this one is taken."""
 FLAT = 1.01
@@ -22,7 +22,7 @@ WEIGHT_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Bound:
-    """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
+    """The error of min(rho, C) A as an estimate of rho A, for each C of TRIED.
 
     `megatron_rc.correction.measured_upper.error_terms` defines MSE(C). A unit is a token or a whole sequence, and the
     variance is divided by the number of units per step, as if they were independent. Without the column advantage, A
@@ -32,27 +32,27 @@ class Bound:
     """
 
     bias_squared: Floats
-    """[GRID.size]."""
+    """[TRIED.size]."""
     variance: Floats
-    """[GRID.size]; variance of the mean over the units of one training step."""
+    """[TRIED.size]; variance of the mean over the units of one training step."""
     theory: float
     """sqrt(2 (1 + chi^2)), the C with the least upper bound of the error (rl-collapse part 2), to compare with."""
 
     @cached_property
     def error(self) -> Floats:
-        """[GRID.size] MSE(C)."""
+        """[TRIED.size] MSE(C)."""
         return self.bias_squared + self.variance
 
     @property
     def upper(self) -> float:
         """The C nearest to CUSTOMARY whose error is at most FLAT times the least one."""
-        good = GRID[self.error <= FLAT * self.error.min()]
+        good = TRIED[self.error <= FLAT * self.error.min()]
         return float(good[np.argmin(np.abs(np.log(good / CUSTOMARY)))])
 
     def to_dict(self) -> dict[str, Any]:
         """The curve of MSE(C) and its minimum, as plain values."""
         return {
-            "tried": GRID.tolist(),
+            "tried": TRIED.tolist(),
             "bias_squared": self.bias_squared.tolist(),
             "variance": self.variance.tolist(),
             "upper": self.upper,
@@ -65,7 +65,7 @@ class BoundTerms:
     """The terms of MSE(C), summed per sequence so that sequences can be resampled."""
 
     terms: Floats
-    """[S, 2 + 3 GRID.size]: units, (rho - 1)^2; then, for each C, (rho - C)_+ |A|, min(rho, C) A and its square."""
+    """[S, 2 + 3 TRIED.size]: units, (rho - 1)^2; then, for each C, (rho - C)_+ |A|, min(rho, C) A and its square."""
     per_step: float
     """n: units of one training step."""
 
@@ -82,7 +82,7 @@ class BoundTerms:
             return np.bincount(sequence, weights=values, minlength=num_sequences).astype(np.float64)
 
         columns = [summed(np.ones(ratio.size)), summed(np.square(ratio - 1))]
-        for bound in GRID:
+        for bound in TRIED:
             weight = np.minimum(ratio, bound)
             beyond = np.maximum(ratio - bound, 0) * size
             columns += [summed(beyond), summed(weight * signed), summed(np.square(weight * size))]
@@ -92,7 +92,7 @@ class BoundTerms:
         """The bound of a batch that holds sequence s ``times[s]`` times."""
         sums = times @ self.terms
         means = sums / sums[0]
-        beyond, weighted, squared = means[2:].reshape(GRID.size, 3).T
+        beyond, weighted, squared = means[2:].reshape(TRIED.size, 3).T
         bias_squared, variance = error_terms(beyond, weighted, squared, samples=self.per_step)
         return Bound(bias_squared, np.maximum(variance, 0), float(np.sqrt(2 * (1 + means[1]))))
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.factors import log_mu_bin
-from megatron_rc.analyze.profile import gamma_deviate
-from megatron_rc.analyze.significance import Test, normal_p
+from megatron_rc.analyze.statistics.factors import log_mu_bin
+from megatron_rc.analyze.statistics.profile import gamma_deviate
+from megatron_rc.analyze.statistics.significance import Test, normal_p
 
 RUN = 64
 """Tokens of a sequence whose signs are flipped together, so that errors of neighbours need not be independent."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.sums import WeightSums
+from megatron_rc.analyze.statistics.sums import WeightSums
+from megatron_rc.correction.warnings import horizon
 
 LENGTHS = 2 ** np.arange(31)
 """Lengths at which the running sum of log-ratios is recorded."""
@@ -75,5 +76,5 @@ class GrowthSums:
             exponent=exponent,
             ess=self._weights.ess(sequences) if sequences else math.nan,
             ess_predicted=predicted,
-            horizon=1 / (2 * mean) if mean else math.inf,
+            horizon=horizon(mean),
         )

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.significance import Test, normal_p
+from megatron_rc.analyze.statistics.significance import Test, normal_p
 
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts that are tried, in tokens."""

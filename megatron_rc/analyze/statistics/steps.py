@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.sums import FIELDS, WeightSums
+from megatron_rc.analyze.statistics.sums import FIELDS, WeightSums
 
 MOMENTS = ("sequences", "tokens", "k3", "k1_squared", "uncertainty")
 """Sums whose products over sequences are kept, too: "k1_squared" is sum l^2, "uncertainty" sum (1 - pi)^2."""

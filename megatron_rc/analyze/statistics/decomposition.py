@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rc.analyze.chunk import Floats
-from megatron_rc.analyze.steps import MOMENTS, Moments, Step
+from megatron_rc.analyze.statistics.steps import MOMENTS, Moments, Step
 
 QUARTERS_FROM = 8
 """With at least this many steps, the first quarter is compared with the last; else the first step with the last."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.changes import MOST, Jump, find_changes
-from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.steps import Step
+from megatron_rc.analyze.statistics.changes import MOST, Jump, find_changes
+from megatron_rc.analyze.statistics.lead_lag import LeadLag, lead_lag
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.steps import Step
 from megatron_rc.learning_rate.surge import SurgeDetector
 from megatron_rc.report.log import FILE_NAME, read_metrics
 
@@ -74,7 +74,7 @@ class Timeline(NamedTuple):
 def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Timeline | None:
     """The course of a run over its rising steps; None with fewer than FEWEST_STEPS.
 
-    The columns of the dump come before ``logged``, from ``logged_beside``. A jump must stay below JUMP_LEVEL after the
+    The columns of the dump come before ``logged``, from ``logged_next_to``. A jump must stay below JUMP_LEVEL after the
     correction for all tests, ``other_tests`` of the report outside of the course included.
     """
     if len(steps) < FEWEST_STEPS:
@@ -108,7 +108,7 @@ def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Tim
     )
 
 
-def logged_beside(path: Path) -> dict[str, dict[int, float]]:
+def logged_next_to(path: Path) -> dict[str, dict[int, float]]:
     """Values of this package's metrics.jsonl next to a dump: in the folder that holds the dump's folder.
 
     Empty without such a file, or if another program wrote it.

@@ -2,21 +2,21 @@
 
 import math
 
-from megatron_rc.analyze.decomposition import Decomposition
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.significance import Test
-from megatron_rc.analyze.tail import LIMIT
-from megatron_rc.analyze.timeline import Timeline
-from megatron_rc.analyze.what_if import WhatIf, WhatIfTable
+from megatron_rc.analyze.statistics.decomposition import Decomposition
+from megatron_rc.analyze.statistics.honesty import Honesty
+from megatron_rc.analyze.statistics.significance import Test
+from megatron_rc.analyze.statistics.tail import LIMIT
+from megatron_rc.analyze.statistics.timeline import Timeline
+from megatron_rc.analyze.statistics.what_if import WhatIf, WhatIfTable
 
 HEADLINES = {
     Level.BUG: "BUG: the two sides do not compute the same thing",
     Level.SUSPECT: "SUSPECT: a bug fits, and an experiment must decide",
     Level.UNDECIDED: "UNDECIDED: a bug fits, and so does the filter of the responses",
-    Level.STALENESS: "STALENESS: older weights sampled",
+    Level.LAG: "LAG: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
 SERIES_LEVEL = 0.01

@@ -49,40 +49,40 @@ class Outcome:
     """What was measured."""
 
 
-def check(diagnosis: Diagnosis, gate: str) -> list[Outcome]:
+def check(diagnosis: Diagnosis, require: str) -> list[Outcome]:
     """Whether each condition holds; ValueError for one that cannot be read or that these data do not have.
 
-    ``gate``: conditions separated by commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
+    ``require``: conditions separated by commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
     undecided answers of the rules whose codes begin with RC2, ``RC=none`` those of all rules.
     """
-    conditions = [part.strip() for part in gate.split(",") if part.strip()]
+    conditions = [part.strip() for part in require.split(",") if part.strip()]
     if not conditions:
-        raise ValueError("--gate has no condition; an example is 'k3<1e-3, RC2=none'")
+        raise ValueError("--require has no condition; an example is 'k3<1e-3, RC2=none'")
     return [_outcome(diagnosis, condition) for condition in conditions]
 
 
 def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
     match = _CONDITION.fullmatch(condition)
     if match is None:
-        raise ValueError(f"--gate: {condition!r} is no condition; examples are 'k3<1e-3' and 'RC2=none'")
+        raise ValueError(f"--require: {condition!r} is no condition; examples are 'k3<1e-3' and 'RC2=none'")
     name, sign, value = match["name"], match["sign"], match["value"]
     if name.startswith("RC"):
         if sign != "=" or value != "none":
-            raise ValueError(f"--gate: {condition!r} must be {name}=none")
+            raise ValueError(f"--require: {condition!r} must be {name}=none")
         wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
         seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
         return Outcome(condition, not wrong, seen or f"no rule {name}* found a bug")
     if name not in NUMBERS:
-        raise ValueError(f"--gate: unknown number {name!r}; known: {', '.join(NUMBERS)}, and codes such as RC2")
+        raise ValueError(f"--require: unknown number {name!r}; known: {', '.join(NUMBERS)}, and codes such as RC2")
     if sign not in COMPARISONS:
-        raise ValueError(f"--gate: {condition!r} must compare with one of {', '.join(COMPARISONS)}")
+        raise ValueError(f"--require: {condition!r} must compare with one of {', '.join(COMPARISONS)}")
     try:
         bound = float(value)
     except ValueError:
-        raise ValueError(f"--gate: {value!r} in {condition!r} is not a number") from None
+        raise ValueError(f"--require: {value!r} in {condition!r} is not a number") from None
     measured = NUMBERS[name].of(diagnosis)
     if measured is None:
-        raise ValueError(f"--gate: {name} needs the column entropy, which the dump does not have")
+        raise ValueError(f"--require: {name} needs the column entropy, which the dump does not have")
     # a number that could not be computed is NaN, and fails every condition
     holds = bool(COMPARISONS[sign](measured, bound))
     return Outcome(condition, holds, f"{name} is {measured:.4g}, wanted {sign}{value}")

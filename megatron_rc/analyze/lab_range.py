@@ -7,7 +7,7 @@ import numpy as np
 from megatron_rc.analyze.evidence import Evidence
 
 
-class Covered(NamedTuple):
+class LabRange(NamedTuple):
     """Ranges of a lab's runs in which a correction held; what it does outside them is unknown."""
 
     depth: float
@@ -20,7 +20,7 @@ class Covered(NamedTuple):
     def missed(self, evidence: Evidence) -> tuple[str, ...]:
         """In what respects a dump is outside the ranges, as text; empty if it is inside."""
         length = evidence.sums.tokens / evidence.sequences
-        depth = 2 * evidence.sums.mean("k3") * length
+        depth = length / evidence.growth.horizon
         ids = evidence.sample.tokens.get("token_id")
         shortest, longest = self.length
         out = []
@@ -35,7 +35,7 @@ class Covered(NamedTuple):
         return tuple(out)
 
 
-LAB = Covered(depth=3.4, length=(6.7, 7.1), vocabulary=16)
+LAB = LabRange(depth=3.4, length=(6.7, 7.1), vocabulary=16)
 """Ranges over benchmarks/collapse/results, rounded outwards: arms with a correction and without controls, with five
 seeds or more, learning rates up to 3e-4 and no failed run. A run that fails widens its own gap, runs without a
 correction reach farther, and a correction under which some seeds of an arm fail does not hold."""

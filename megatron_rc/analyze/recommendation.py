@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rc import schema
-from megatron_rc.analyze.bound import Bound, sequence_ratio, sequence_terms, token_terms
-from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.lab_range import LAB, LabRange
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.tail import LIMIT
+from megatron_rc.analyze.statistics.bound import Bound, sequence_ratio, sequence_terms, token_terms
+from megatron_rc.analyze.statistics.tail import LIMIT
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.files import replace_text
 
@@ -94,7 +94,7 @@ class Recommendation:
             tested = ", had they been tested here" if self.untested else ""
             size = f"little enough for weights of whole responses{tested}"
         low, high = self.upper_interval
-        bound = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        bound = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         return (
             f"The two policies differ by {self.kl:.2g} nats per response, {size}; C is {bound} in 95 % of the "
             f"resamplings.{self._caveat}"
@@ -125,7 +125,7 @@ class Recommendation:
         replace_text(path, schema.dump_yaml({"correction": self.correction.to_dict()}))
 
 
-def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: Covered = LAB) -> Recommendation:
+def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = LAB) -> Recommendation:
     """The correction that suits a dump; the same dump always gives the same one."""
     chunk, steps = evidence.sample, max(1, len(evidence.by_step))
     terms = {
@@ -181,7 +181,7 @@ def _method(level: str, bounds: dict[str, Bound]) -> tuple[str, RolloutCorrectio
     weight = PRESETS[preset].correction.weight
     assert weight is not None, "both presets have a weight"
     correction = RolloutCorrection(Weight(weight.level, weight.mode, upper=upper))
-    return preset if upper == weight.upper else f"{preset} (C = {upper:g})", correction
+    return preset if upper == weight.upper else f"{preset} (C = {upper:.3g})", correction
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:

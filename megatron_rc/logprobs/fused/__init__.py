@@ -1,1 +1,0 @@
-"""Softmax rows and the head on Triton kernels, behind the functions of `reference`."""

@@ -1,0 +1,16 @@
+"""The code in the docstring of a module: what its computation comes down to."""
+
+import textwrap
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def story(module: ModuleType) -> dict[str, Any]:
+    """The names that this code defines."""
+    assert module.__doc__
+    lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
+    names: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent("\n".join(lines)), names)
+    return names
