@@ -20,7 +20,7 @@ RC, KERNELS = "megatron_rc", "triton_kernels"
 STATISTIC = Change(
     "a statistic to reject by",
     (
-        (f"{RC}/correction/settings.py", '"abs_log_ratio", "prob_diff", "standardized")', '"cube", ANCHOR'),
+        (f"{RC}/correction/rejection.py", '    "prob_diff": Statistic(', '    "cube": Statistic("l^3"),\nANCHOR'),
         (f"{RC}/correction/reference/rejection_statistics.py", '    if name == "k3":',
          '    if name == "cube":\n        return value**3\nANCHOR'),
         (f"{KERNELS}/rejection_statistics.py", '    elif NAME == "k3":',
@@ -182,10 +182,52 @@ ENGINE = Change(
     "opening = SimpleNamespace(settings=job.load('rollout: {engine: dice}').rollout)\n"
     "assert open_engine(opening, lambda make: make()) == ('dice', opening)",
 )  # fmt: skip
+TRANSPORT = Change(
+    "a way to send weights to a server",
+    ((f"{RC}/settings/sglang.py", "TRANSPORTS = {\n",
+      'ANCHOR    "pigeon": TransportKind("send_pigeon:PigeonSync", "by air."),\n'),),
+    {f"{RC}/rollout/sglang/send_pigeon.py": (
+        "from megatron_rc.rollout.sglang.transport import Transport\n\n\n"
+        "class PigeonSync(Transport):\n    def send(self, servers, weights, version):\n        return {}\n")},
+    "from megatron_rc.settings import job\nfrom megatron_rc.rollout.sglang.weights import weight_sync\n"
+    "settings = job.load('rollout: {sglang: {weight_sync: pigeon}}').rollout.sglang\n"
+    "assert type(weight_sync(settings, {}).transport).__name__ == 'PigeonSync'",
+)  # fmt: skip
+KL_ESTIMATOR = Change(
+    "a surrogate, a KL estimator of the loss",
+    ((f"{RC}/loss/options.py", "KL_ESTIMATORS = {\n", 'ANCHOR    "k0": "twice k1.",\n'),
+     (f"{RC}/loss/reference.py", '    "k1": torch.neg,\n', 'ANCHOR    "k0": lambda distance: -2 * distance,\n'),
+     (f"{KERNELS}/policy_loss.py", '    elif KL_ESTIMATOR == "k2":',
+      '    elif KL_ESTIMATOR == "k0":\n        value = -2 * distance\nANCHOR')),
+    {},
+    "import torch\nfrom megatron_rc import LossOptions, correct, policy_loss\n"
+    "a, mask = torch.tensor([-1.0, -2.0]), torch.ones(2, dtype=torch.bool)\n"
+    "offsets = torch.tensor([0, 2], dtype=torch.int32)\n"
+    "def loss(estimator, backend):\n"
+    "    got = correct(a, a, mask, correction='none', cu_seqlens=offsets, backend=backend)\n"
+    "    options = LossOptions(kl_coef=1.0, kl_estimator=estimator)\n"
+    "    more = dict(scale=torch.ones(2), reference_logprobs=a - 1, options=options, backend=backend)\n"
+    "    return policy_loss(a, a, torch.zeros(2), got, **more).loss.item()\n"
+    "for backend in ('torch', 'triton'):\n    assert loss('k0', backend) == 2 * loss('k1', backend) == 4, backend",
+)  # fmt: skip
+LR_RULE = Change(
+    "a learning-rate rule",
+    ((f"{RC}/learning_rate/rule.py", '"mismatch": MISMATCH}', '"mismatch": MISMATCH, "still": STILL}'),
+     (f"{RC}/learning_rate/rule.py", "from megatron_rc.learning_rate.scale import",
+      "from megatron_rc.learning_rate.still import STILL\nANCHOR")),
+    {f"{RC}/learning_rate/still.py": (
+        "import dataclasses\nfrom typing import Literal\n"
+        "from megatron_rc.learning_rate.mismatch import MISMATCH, MismatchSettings\n\n\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\nclass StillSettings(MismatchSettings):\n"
+        '    """Its settings."""\n    rule: Literal["still"] = "still"\n    """Chooses these fields."""\n\n\n'
+        'STILL = dataclasses.replace(MISMATCH, title="A planted rule", settings=StillSettings)\n')},
+    "from megatron_rc.settings import job\n"
+    "assert type(job.load('{correction: token-tis, lr_rule: {rule: still}}').lr_rule).__name__ == 'StillSettings'\n"
+    "from typer.testing import CliRunner\nfrom megatron_rc.cli import app\n"
+    "assert 'A planted rule' in CliRunner().invoke(app, ['metrics']).stdout",
+)  # fmt: skip
 
 CHANGES = (
     STATISTIC, METRIC, ADVANTAGE, SURGE, READER, RULE, HOST, FAMILY, TASK, PANEL, SETTING, REFUSAL, DOCTOR, BLOCK, CORE,
-    COLLECTIVE, SINK, ENGINE,
+    COLLECTIVE, SINK, ENGINE, TRANSPORT, KL_ESTIMATOR, LR_RULE,
 )  # fmt: skip
-NOT_YET = ("a KL estimator of the loss", "a learning-rate rule", "a way to send weights to a server")
-"""Rows whose tables are still to come."""

@@ -9,8 +9,6 @@ class Word(NamedTuple):
     """Starts of paths, without megatron_rc/."""
     exceptions: dict[str, str] = {}  # noqa: RUF012
     """Names that may have the word elsewhere -> the reason."""
-    for_now: tuple[str, ...] = ()
-    """Names that break the rule and are to be changed."""
 
 
 JOB_SETTING = "a setting or a command line option of that name"
@@ -21,7 +19,6 @@ WORDS = {
         ("correction/", "triton_kernels/"),
         {"gate_distance": "the router of a layer, as checkpoints call it", "gate_weights": "the same",
          "_gate_names": "rejections, in slime's metrics"},
-        ("gate", "show_gate"),
     ),
     "plan": Word(
         "what the kernels and their twin read of a correction", ("correction/",), {"plan": "the command of a dry run"},
@@ -41,7 +38,7 @@ WORDS = {
     "lag": Word(
         "number of updates since a token was sampled",
         ("batch.py", "correction/", "triton_kernels/", "settings/", "integrations/megatron_lm/", "report/panels.py",
-         "analyze/pages/by_bin.py", "analyze/factors.py"),
+         "analyze/pages/by_bin.py", "analyze/statistics/factors.py"),
         dict.fromkeys(("LagSums", "at_lag", "best_lag", "lag_correlations"), "the shift of a correlation")
         | dict.fromkeys(("LeadLag", "lag", "lead_lag"), "the steps by which a series follows another"),
     ),
