@@ -1,6 +1,6 @@
 """Triton: log-probs and entropy of every row in one launch (two with several shards), their gradient in one.
 
-The rows of a chunk of the head are cut without waiting for the device, because the list of kept ids stays whole: the
+The rows of a chunk of the head are cut without waiting for the device, because the list of kept ids stays whole. The
 kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever these are in the list.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"\n\n(?:    .*(?:\n|$)|\n)+")
 END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
 """After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
 
@@ -16,7 +17,7 @@ def long_sentences(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             start = 0
-            text = inspect.cleandoc(node.value.value)
+            text = CODE.sub("\n\n", inspect.cleandoc(node.value.value))
             for stop in [*(match.start() for match in END.finditer(text)), len(text)]:
                 if len(text[start:stop].split()) > 40:
                     yield text[start:stop].strip()
@@ -33,4 +34,5 @@ def test_a_long_sentence_is_seen_wherever_it_is_and_ends_where_a_reader_pauses()
     words = " ".join(["word"] * 40)
     seen = f'"""{words} x."""\nclass A:\n    """{words} x."""\n    x: int\n    """{words} x."""'
     assert [*long_sentences(seen)] == [f"{words} x."] * 3
+    assert [*long_sentences(f'"""As code::\n\n    {words}\n\n        {words}\n\n{words}."""')] == []
     assert [*long_sentences(f'"""{words}. {words}\n\n{words}:\n    item: {words[5:]}\n    a    {words[5:]}"""')] == []
