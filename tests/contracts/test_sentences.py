@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"\n\n(?:    .*(?:\n|$)|\n)+")
 END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
 """After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
 CODE = re.compile(r"(?<=:)\n\n(( {4}.*)?(\n|$))+")
@@ -34,4 +35,5 @@ def test_a_long_sentence_is_seen_wherever_it_is_and_ends_where_a_reader_pauses()
     words = " ".join(["word"] * 40)
     seen = f'"""{words} x."""\nclass A:\n    """{words} x."""\n    x: int\n    """{words} x."""'
     assert [*long_sentences(seen)] == [f"{words} x."] * 3
+    assert [*long_sentences(f'"""As code::\n\n    {words}\n\n        {words}\n\n{words}."""')] == []
     assert [*long_sentences(f'"""{words}. {words}\n\n{words}:\n    item: {words[5:]}\n    a    {words[5:]}"""')] == []
