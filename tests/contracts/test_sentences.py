@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"\n\n(?:    .*(?:\n|$)|\n)+")
 END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
 """After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
-CODE = re.compile(r"(?<=:)\n\n(( {4}.*)?(\n|$))+")
 
 
 def long_sentences(source: str) -> Iterator[str]:
