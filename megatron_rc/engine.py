@@ -147,6 +147,19 @@ class Sample:
     """One sentence that explains ``discarded``, without any token or text of the prompt."""
 
 
+def joined_spans(
+    before: Sequence[tuple[int, int, int]], start: int, after: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
+    """Spans of versions that follow each other: the last one of ``before`` reaches up to ``start``."""
+    spans = [*before[:-1], *((version, first, start) for version, first, _ in before[-1:])]
+    for version, first, end in after:
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1], start + end)
+        else:
+            spans.append((version, start + first, start + end))
+    return spans
+
+
 def check_request(
     prompts: Prompts,
     params: SamplingParams,
@@ -203,11 +216,9 @@ class RolloutEngine(Protocol):
                 weights, not on the other prompts of the call.
             on_finished: called with the number of newly finished responses.
         """
-        ...
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load weights given under Hugging Face names, and serve them as ``version``."""
-        ...
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must hold besides the trained weights, such as weights queued for later."""

@@ -6,14 +6,6 @@ from torch import Tensor
 from megatron_rc.moe.tables import RouteTable
 
 
-def gate_weights(logprobs: Tensor, *, normalized: bool) -> Tensor:
-    """[..., k] fp64 gates of the selected experts from the router's log-probs of them.
-
-    g = softmax over the selected ones when normalised, else exp(log-prob).
-    """
-    return logprobs.double().softmax(-1) if normalized else logprobs.double().exp()
-
-
 def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
     """sum_e |g(e) - g'(e)| over all experts, a gate being 0 outside of the selected ones.
 
@@ -25,7 +17,9 @@ def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
     """
     assert mine.logprobs is not None and mine.reference_logprobs is not None
     known = mine.reference_logprobs if theirs.logprobs is None else theirs.logprobs
-    g, other = (gate_weights(part, normalized=mine.shape.normalized) for part in (mine.logprobs, known))
+    # a gate is the probability by the router, or its softmax over the selected experts
+    normalized, both = mine.shape.normalized, (mine.logprobs.double(), known.double())
+    g, other = (part.softmax(-1) if normalized else part.exp() for part in both)
     at_mine, unmatched = torch.zeros_like(g), torch.zeros_like(g[..., 0])
     for ids, weight in zip(theirs.ids.to(mine.ids.dtype).unbind(-1), other.unbind(-1), strict=True):
         same = mine.ids == ids[..., None]

@@ -40,23 +40,18 @@ class Task(Protocol):
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Training prompts start to start + count - 1 of an endless stream; ``start`` is the data cursor."""
-        ...
 
     def eval_prompts(self) -> list[Prompt]:
         """The held-out prompts; none of them occurs in the training stream."""
-        ...
 
     def demonstrations(self, start: int, count: int) -> list[Demonstration]:
         """Responses for the supervised warm-up; raises ValueError if the task has none."""
-        ...
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         """One finite number per response; responses[i] answers prompts[i], replies included."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids."""
-        ...
 
     def reply(self, prompt: Prompt, response: Sequence[int]) -> Sequence[int]:
         """The tokens that the environment writes after ``response``, which ends in a stop token; none ends it."""

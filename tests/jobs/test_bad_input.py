@@ -31,7 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)]
     (folder / "good.jsonl").write_text("\n".join([good] * 4 + others))
     (folder / "held_out.jsonl").write_text(json.dumps({"prompt": "n o p", "answer": "held out"}))
-    (folder / "malformed.jsonl").write_text(f"{good}\n{good}\n{{not json\n")
     save_tiny_checkpoint(folder / "hf")
     return folder
 
@@ -58,15 +57,12 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "not yaml": train(folder / "not.yaml", folder / "x"),
         "no such file": train(folder / "nothing.yaml", folder / "x"),
         "layout": job("x", "parallel.tensor=2"),
-        "expert of dense": job("x", "parallel.expert=2"),
         "missing package": job("package", "log.mlflow=experiment"),
         "context": job("context", "model.config.max_position_embeddings=6"),
         "vocabulary": job("x", "model.config.vocab_size=8"),
-        "malformed dataset": job("x", *jsonl(folder, "malformed.jsonl", "not_a_number")),
         "reward raises": job("raises", *jsonl(folder, "good.jsonl", "raises_later")),
         "evaluation raises": job("evaluation", *failing, "train.eval_interval=2", "train.save_interval=100"),
         "other shape": job("good", "model.config.hidden_size=64"),
-        "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "by_length"), "warmup.steps=1"),
         "not a job": ["report", str(folder / "hf")],
     }
     out = dict(zip(first, run_together(list(first.values()), folder, missing=["mlflow"]), strict=True))
@@ -85,15 +81,12 @@ EXPECTED = {
     "not yaml": "not.yaml is not valid YAML: .*line 1",
     "no such file": "no such file: .*nothing.yaml",
     "layout": r"parallel.tensor \* parallel.pipeline = 2 must divide the number of processes, got 1",
-    "expert of dense": "parallel.expert=2 must divide the processes of a pipeline stage, got 1",
     "missing package": r"log.mlflow needs the package mlflow: pip install 'megatron-rc\[mlflow\]'",
     "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the context of 6 tokens",
     "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
-    "malformed dataset": "malformed.jsonl.*line 3|malformed.jsonl:3",
     "reward raises": "grading:raises_later.*no such grade",
     "evaluation raises": "grading:raises_at_the_second_evaluation.*no such grade",
     "other shape": "checkpoint .*good/checkpoints/rl-000003 does not fit this model",
-    "no demonstrations": "jsonl task has no demonstrations: warmup.steps must be 0",
     "not a job": "holds no metrics.jsonl",
     "missing log-prob": "sample 1: the engine returned . log-probs for . tokens",
     "NaN log-prob": "nonfinite_share must be <= 0.01, got . of .* NaN or infinite log-probs",

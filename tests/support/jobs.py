@@ -91,9 +91,6 @@ def raises_at_the_second_evaluation(prompt, response, answer):
     if evaluations > 1:
         raise KeyError("no such grade")
     return float(len(response) % 3)
-
-def not_a_number(prompt, response, answer):
-    return float("nan")
 """
 """Reward functions for a module that the jobs import."""
 

@@ -17,7 +17,7 @@ WORDS = {
     "gate": Word(
         "a rejection of the correction",
         ("correction/", "triton_kernels/"),
-        {"gate_distance": "the router of a layer, as checkpoints call it", "gate_weights": "the same",
+        {"gate_distance": "the router of a layer, as checkpoints call it",
          "_gate_names": "rejections, in slime's metrics"},
     ),
     "plan": Word(

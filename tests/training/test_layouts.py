@@ -82,11 +82,6 @@ class Recording:
                 assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
                 for column in ("old_logprobs", "entropy", "top1_prob"):
                     worst = max(worst, *(abs(x - y) for x, y in zip(a[column], b[column], strict=True)))
-        cross_entropy = abs(warm["cross_entropy"] / warm_one["cross_entropy"] - 1)
-        print(
-            f"{name}: over {STEPS} steps columns of the policy differ by at most {worst:.1e}, gradient norms by "
-            f"{max(norms):.1e} relative, warm-up cross-entropy by {cross_entropy:.1e} relative"
-        )
         assert worst < 1e-5
 
 
@@ -164,6 +159,5 @@ def gradient_norms(rank: int, hf_path: str, dump: str) -> list[float]:
 
 def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(dense: Recording):
     (norms,) = run_ranks(1, gradient_norms, str(dense.hf), str(dense.dump))
-    print("gradient norms at 1, 2, 4, 40 micro-batches:", norms)
     assert norms[0] > 0
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)

@@ -1,8 +1,8 @@
-"""Responses of many turns of the calculator: what is trained on, weighted and measured of them."""
+"""Responses of many turns of the calculator: what the learning-rate rule measures of them."""
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_rc.learning_rate.length_decay import LengthDecayLR
 from megatron_rc.tasks.calculator import LABELS, CalculatorOptions, CalculatorTask
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import response_lengths, rollout_metrics
-from megatron_rc.training.step.turns import respond, turns_of
+from megatron_rc.training.step.turns import respond
 
 TERMS = 26
 
@@ -40,48 +40,16 @@ class Teacher:
         return Sample(ids, drawn, [-0.1 * (1 + token % 7) for token in drawn], "stop", [(3, 0, len(drawn))])
 
 
-def task_of(digits: int) -> CalculatorTask:
-    return CalculatorTask(CalculatorOptions(fewest_terms=TERMS, most_terms=TERMS, max_turns=32, digits=digits))
-
-
-def answered(task: CalculatorTask, calls: int = TERMS - 1) -> tuple[list[Sample], TokenBatch]:
-    """Two responses to each of two prompts, and their batch."""
-    params = SamplingParams(max_new_tokens=500, stop_token_ids=task.stop_token_ids)
-    prompts = task.prompts(0, 2)
-    samples = respond(Teacher(task, calls), task, prompts, params, n=2, seeds=range(4))
-    rewards = task.rewards([prompt for prompt in prompts for _ in range(2)], [s.output_ids for s in samples])
-    return samples, TokenBatch.from_samples(samples, params, rewards=rewards, groups=[0, 0, 1, 1])
-
-
-def mask_of(sample: Sample) -> list[bool]:
-    assert sample.output_mask is not None
-    return sample.output_mask
-
-
-@pytest.mark.parametrize(("digits", "least"), [(4, 300), (5, 375)])
-def test_a_long_response_keeps_its_tokens_and_the_mask_of_the_calculators(digits: int, least: int) -> None:
-    task = task_of(digits)
-    samples, batch = answered(task)
-    most = (TERMS - 1) * (3 * digits + 4) + digits + 1
-    assert batch.rewards is not None and batch.rewards.tolist() == [1.0] * 4
-    for sample in samples:
-        assert least <= len(sample.output_ids) <= most <= 500 and turns_of(sample) == TERMS
-        written = "".join(
-            task.decode([token for _, token in part]).join("[]" if not drawn else ("", ""))
-            for drawn, part in groupby(zip(mask_of(sample), sample.output_ids, strict=True), key=lambda pair: pair[0])
-        )
-        assert re.fullmatch(rf"([a-z]\d+[+-]\d+=\[\d+;\]){{{TERMS - 1}}}\d+\.", written), written
-    assert int(batch.loss_mask.sum()) == sum(sum(mask_of(sample)) for sample in samples)
-
-
 def test_a_surge_of_turns_halves_the_learning_rate() -> None:
-    task = task_of(2)
+    task = CalculatorTask(CalculatorOptions(fewest_terms=TERMS, most_terms=TERMS, max_turns=32))
+    params = SamplingParams(max_new_tokens=500, stop_token_ids=task.stop_token_ids)
     measured: list[dict[str, Any]] = []
     per_turn = []
     for calls in (2, TERMS - 1):
-        samples, batch = answered(task, calls)
+        samples = respond(Teacher(task, calls), task, task.prompts(0, 2), params, n=2, seeds=range(4))
+        batch = TokenBatch.from_samples(samples, params, rewards=[0.0] * 4, groups=[0, 0, 1, 1])
         measured.append(rollout_metrics(batch, response_lengths(batch), [False] * len(samples)))
-        drawn = [sum(mask_of(sample)) for sample in samples]
+        drawn = [sum(sample.output_mask or []) for sample in samples]
         assert measured[-1]["response_length/mean"] == fmean(drawn) < fmean(len(s.output_ids) for s in samples)
         per_turn.append(fmean(drawn) / (calls + 1))
     assert per_turn[1] == pytest.approx(per_turn[0], rel=0.25), "turns do not become longer: responses do"

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from jobs import DENSE, finished_job, settings_file
+from jobs import DENSE
 from torch import Tensor
-from warm_models import TASK, warm_model
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import RolloutCorrection, Weight
-from megatron_rc.dump.schema import read_dump
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.settings.loss import LossSettings
 from megatron_rc.settings.model import ModelSettings, ParallelSettings
@@ -114,33 +112,6 @@ def test_what_two_tensor_parallel_processes_save_one_process_loads(tmp_path: Pat
     then = check(run_ranks(2, steps, {"tensor": 2}, str(tmp_path), ""), exact=True)
     alone = check(run_ranks(1, steps, {}, "", str(tmp_path)), exact=False)
     assert max((a - b).abs().max() for a, b in zip(then, alone, strict=True)) < 1e-5
-
-
-def test_with_equal_engines_all_of_the_gap_of_a_stale_job_is_staleness(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    settings = {
-        "model": {"hf_path": str(warm_model("dense", tmp_path_factory))},
-        "task": TASK,
-        "rollout": {
-            "prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6, "dtype": "fp32", "lag": 2,
-        },
-        "correction": {"weight": {"upper": 1.5, "staleness_upper": STALENESS_UPPER}},
-        "train": {"steps": 5, "lr": 1e-3, "save_interval": 0, "eval_interval": 100},
-    }  # fmt: skip
-    config = settings_file(tmp_path, settings)
-    metrics = finished_job(config, "--dump", "--set", f"output={tmp_path / 'out'}")[1:]
-    assert [record["lag"] for record in metrics] == [0, 1, 2, 2, 2]
-    assert all(abs(record["old/mismatch_k3"]) < 1e-10 for record in metrics)
-    stale = metrics[1:]
-    assert [r["old/staleness_k3"] for r in stale] == pytest.approx([r["old/k3"] for r in stale], rel=1e-3)
-    assert all(record["old/staleness_k3"] > 1e-6 for record in stale)
-    for step in read_dump(tmp_path / "out/dump"):
-        for record in step:
-            for weight, old, mu in zip(
-                *(record[n] for n in ("weights", "old_logprobs", "rollout_logprobs")), strict=True
-            ):
-                assert weight == pytest.approx(min(math.exp(old - mu), STALENESS_UPPER), rel=1e-4)
 
 
 def test_stale_samples_without_those_log_probs_are_refused_on_every_process() -> None:

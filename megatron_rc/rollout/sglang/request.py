@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rc.engine import SamplingParams
+from megatron_rc.engine import SamplingParams, joined_spans
 from megatron_rc.rollout.sglang.http import without_tokens
 from megatron_rc.versions import SGLANG_KEPT_IDS
 
@@ -70,18 +70,11 @@ class Piece:
         if not then.output_ids:
             return Piece(**{**vars(self), "finish_reason": then.finish_reason})
         cached = [count for count in (self.cached_tokens, then.cached_tokens) if count is not None]
-        drawn = len(self.output_ids)
-        spans = list(self.weight_versions)
-        for version, start, end in then.weight_versions:
-            if spans[-1][0] == version:
-                spans[-1] = (version, spans[-1][1], drawn + end)
-            else:
-                spans.append((version, drawn + start, drawn + end))
         return Piece(
             self.output_ids + then.output_ids,
             self.logprobs + then.logprobs,
             then.finish_reason,
-            spans,
+            joined_spans(self.weight_versions, len(self.output_ids), then.weight_versions),
             None if self.support is None or then.support is None else self.support + then.support,
             None if self.routes is None or then.routes is None else torch.cat([self.routes, then.routes]),
             self.retractions + then.retractions,

@@ -3,7 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from megatron_rc.rollout.sglang.buckets import Bucket, buckets
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.settings.sglang import SGLangSettings
 
 _POLL_SECONDS = 0.002  # delay of each broadcast at most; an update has one per bucket
 _JOIN_SECONDS = 60.0  # a server joins after its current step, and NCCL sets up meanwhile
@@ -40,11 +39,7 @@ class GroupSync(Transport):
     """
 
     undivided = ("dp_size", "pp_size")
-
-    def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
-        super().__init__(settings, hf_config)
-        self._timeout_s = settings.timeout_s
-        self._group: _Group | None = None
+    _group: _Group | None = None
 
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
         failures: dict[str, str] = {}
@@ -112,7 +107,7 @@ class GroupSync(Transport):
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(on_every, servers, ask)
             try:
-                handle = _join_group(store, name, world_size, backend, self._timeout_s)
+                handle = _join_group(store, name, world_size, backend, self._settings.timeout_s)
             except RuntimeError as error:
                 failures = asked.result()[1]
                 sentence = f"not all servers joined the group within {_JOIN_SECONDS:g} s: {error}"
@@ -123,7 +118,7 @@ class GroupSync(Transport):
 
     def _broadcast(self, servers: Sequence[Server], bucket: Bucket) -> dict[str, str]:
         assert self._group is not None
-        group = self._group
+        group, timeout_s = self._group, self._settings.timeout_s
         body = {
             "names": bucket.names,
             "dtypes": [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names),
@@ -134,14 +129,14 @@ class GroupSync(Transport):
         }
         with ThreadPoolExecutor(len(servers)) as threads:
             asked = {
-                server.url: threads.submit(server.post, "/update_weights_from_distributed", body, self._timeout_s)
+                server.url: threads.submit(server.post, "/update_weights_from_distributed", body, timeout_s)
                 for server in servers
             }
-            broken = _broadcast(bucket.data, group.handle, list(asked.values()), self._timeout_s)
+            broken = _broadcast(bucket.data, group.handle, list(asked.values()), timeout_s)
             if broken is not None:
                 # end the broadcast of servers that are still in it, before waiting for their answers
                 self._leave()
-                _outlive(group.handle, self._timeout_s)
+                _outlive(group.handle, timeout_s)
             failures = {url: sentence for url, future in asked.items() if (sentence := _error(future))}
             if broken is not None:
                 _destroy([server for server in servers if server.url not in failures], group.name)

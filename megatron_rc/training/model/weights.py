@@ -19,7 +19,6 @@ from megatron_rc.models.names import HfTensor, Parameter, parameters
 class Source(Protocol):
     def read(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of ``tensor`` along its split dimension, or all of it."""
-        ...
 
 
 def load_hf(model: Sequence[torch.nn.Module], hf_path: str | Path) -> None:

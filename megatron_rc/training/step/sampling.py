@@ -68,12 +68,13 @@ class Sampler:
     """Share of the responses of one call that may come back damaged; the others are used without them."""
 
     def rollout(self, request: Request, on_finished: Callable[[int], None]) -> SampledBatch:
-        """`sample` the prompts of ``request``."""
-        return self.sample(self._prompts(request), request.n, self._seeds(request), on_finished)
+        """Sample and score the prompts of ``request``; raises as `sample`."""
+        return self.joined(request, self.groups.gather(lambda: self.part(request, on_finished)))
 
-    def part(self, request: Request) -> Part:
+    def part(self, request: Request, on_finished: OnFinished = None) -> Part:
         """This process's part of a rollout, without communication, so that any thread may call it."""
-        return self._part(self._prompts(request), request.n, self._seeds(request))
+        prompts = self.task.prompts(request.first, request.prompts)
+        return self._part(prompts, request.n, self._seeds(request), on_finished)
 
     def joined(self, request: Request, parts: Sequence[Part]) -> SampledBatch:
         """The rollout joined from ``parts``, what each process sampled; raises as `sample`."""
@@ -86,20 +87,13 @@ class Sampler:
         rewards = self.sample(prompts, n, seeds).rewards
         return sum(rewards) / len(rewards)
 
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: OnFinished = None
-    ) -> SampledBatch:
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int]) -> SampledBatch:
         """Sample and score ``n`` responses per prompt, each with its own of the ``seeds``.
-
-        ``on_finished`` is called with the number of newly finished responses.
 
         Raises:
             SharedError: an engine or a reward function failed on some process, or too many responses are damaged.
         """
-        return self._joined(self.groups.gather(lambda: self._part(prompts, n, seeds, on_finished)), n, seeds)
-
-    def _prompts(self, request: Request) -> list[Prompt]:
-        return self.task.prompts(request.first, request.prompts)
+        return self._joined(self.groups.gather(lambda: self._part(prompts, n, seeds)), n, seeds)
 
     def _seeds(self, request: Request) -> list[int]:
         numbers = range(request.first * request.n, (request.first + request.prompts) * request.n)

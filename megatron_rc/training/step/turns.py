@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rc.engine import OnFinished, RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import OnFinished, RolloutEngine, Sample, SamplingParams, joined_spans
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training.step.seeds import seed_of
 
@@ -75,7 +75,7 @@ def joined(sample: Sample, reply: Sequence[int], turn: Sample) -> Sample:
         output_ids=[*sample.output_ids, *reply, *turn.output_ids],
         logprobs=[*sample.logprobs, *[0.0] * len(reply), *turn.logprobs],
         finish_reason=turn.finish_reason,
-        weight_versions=_spans(sample.weight_versions, start, turn.weight_versions),
+        weight_versions=joined_spans(sample.weight_versions, start, turn.weight_versions),
         support=support,
         output_mask=[*(sample.output_mask or [True] * drawn), *[False] * len(reply), *[True] * len(turn.output_ids)],
         routes=routes,
@@ -86,19 +86,6 @@ def joined(sample: Sample, reply: Sequence[int], turn: Sample) -> Sample:
         discarded=turn.discarded,
         discarded_detail=turn.discarded_detail,
     )
-
-
-def _spans(
-    before: Sequence[tuple[int, int, int]], start: int, after: Sequence[tuple[int, int, int]]
-) -> list[tuple[int, int, int]]:
-    """Spans of versions that follow each other: the last one of ``before`` reaches up to ``start``."""
-    spans = [*before[:-1], *((version, first, start) for version, first, _ in before[-1:])]
-    for version, first, end in after:
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1], start + end)
-        else:
-            spans.append((version, start + first, start + end))
-    return spans
 
 
 def _reply(task: Task, prompt: Prompt, sample: Sample, params: SamplingParams) -> Sequence[int]:

@@ -64,15 +64,6 @@ def test_when_no_server_is_left_each_is_named_with_its_reason_and_all_weights_we
     assert job.taken == len(weights_of(1))
 
 
-def test_servers_that_die_first_do_not_keep_the_writer_from_taking_all_weights(start, tmp_path):
-    job, one, two = start("tensor", tmp_path)
-    for server in (one, two):
-        server.fail(PATH["tensor"], "die", after=1)
-    with pytest.raises(ValueError, match="no SGLang server"):
-        job.update(1, version=1)
-    assert job.taken == len(weights_of(1))
-
-
 @pytest.mark.parametrize("transport", PATH)
 def test_a_damaged_weight_is_found_by_the_checksum_of_the_majority(start, tmp_path, transport):
     job, *servers = start(transport, tmp_path, count=3)

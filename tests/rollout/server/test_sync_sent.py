@@ -32,13 +32,6 @@ def test_every_server_holds_the_weights_and_the_version(start, tmp_path, transpo
         assert one.calls[PATH[transport]] >= 4, "600 bytes hold neither all tensors nor the first"
 
 
-def test_equal_weights_may_be_sent_again(start, tmp_path):
-    job, one = start("tensor", tmp_path, count=1)
-    job.update(1, version=1)
-    job.update(1, version=2)
-    assert one.version == "2" and not one.paused
-
-
 def test_a_first_update_that_leaves_a_tensor_of_the_server_unfilled_is_refused(start, tmp_path):
     job, one = start("disk", tmp_path, count=1)
     with pytest.raises(ValueError, match="did not fill, such as model.layers.0.input_layernorm.weight"):
