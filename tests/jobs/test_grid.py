@@ -99,16 +99,10 @@ def test_a_launcher_starts_the_jobs_of_a_grid_and_a_cell_that_fails_names_its_lo
     assert row["replay"] == "R3" and float(row["decisions that differ"]) >= 0
 
 
-def on_a_file(folder: Path) -> list[str]:
-    """Assignments by which any grid runs on the prompts of a file and the checkpoint in ``folder``."""
-    task = letters_task(folder)
-    given = {"task": json.dumps(task), "model.hf_path": str(folder / "hf"), "warmup.steps": 0}
-    return [f"{name}={value}" for name, value in given.items()]
-
-
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.name)
 def test_every_committed_grid_accepts_a_users_file(path: Path, tmp_path: Path) -> None:
-    committed = grids.load(path, assignments=on_a_file(tmp_path))
+    given = {"task": json.dumps(letters_task(tmp_path)), "model.hf_path": str(tmp_path / "hf"), "warmup.steps": 0}
+    committed = grids.load(path, assignments=[f"{name}={value}" for name, value in given.items()])
     for cell in {cell.folder.parent: cell for cell in grids.cells(committed)}.values():
         settings = grids._settings(grids._fields(committed, cell.choices))
         assert (settings.task.kind, settings.warmup.steps) == ("jsonl", 0)

@@ -56,11 +56,7 @@ def test_a_wrong_group_is_one_sentence(group: dict[str, Any], sentence: str, tmp
 def test_a_grid_on_top_of_another_one_adds_choices_and_replaces_groups(tmp_path: Path) -> None:
     settings_file(tmp_path, {"job": JOB, "axes": AXES, "cells": GROUPS, "output": "there"})
     stage = tmp_path / "stage.yaml"
-    changes = {
-        "base": "settings.yaml",
-        "axes": {"gap": {"older": {"rollout.lag": 4}}},
-        "cells": [{"gap": "older"}],
-    }
+    changes = {"base": "settings.yaml", "axes": {"gap": {"older": {"rollout.lag": 4}}}, "cells": [{"gap": "older"}]}
     stage.write_text(schema.dump_yaml(changes))
     grid = grids.load(stage, seeds="5")
     assert names(grid) == ["older-none seed 5", "older-tis seed 5", "older-mis seed 5"] and grid.output == "there"

@@ -55,10 +55,6 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [record for name in CASES for record in read_metrics(folder / name)]
 
 
-def documented() -> set[str]:
-    return set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
-
-
 def of_a_surge() -> set[str]:
     """Written once the response length has surged, which takes longer than a small job."""
     decay = LengthDecayLR(1.0)
@@ -97,7 +93,8 @@ def general_name(key: str) -> str:
 
 def test_the_page_has_every_metric_that_is_written_and_no_other(records: list[dict[str, Any]]) -> None:
     keys = {key for record in records for key in record} - {"phase", "step"}
-    assert {general_name(key) for key in keys | of_a_surge() | of_servers() | of_turns()} == documented()
+    documented = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    assert {general_name(key) for key in keys | of_a_surge() | of_servers() | of_turns()} == documented
 
 
 def test_the_sections_of_the_page_belong_to_the_phases(records: list[dict[str, Any]]) -> None:

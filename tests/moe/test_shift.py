@@ -31,17 +31,10 @@ LOG_RATIO = torch.tensor([0.1, -0.8, 0.3, 5.0])
 NAN = math.nan
 
 
-def trainer(**changes: Any) -> RouteTable:
-    logs = ROUTER.log()
-    parts = {"logprobs": logs[CHOSEN], "margins": MARGIN, "reference_logprobs": logs[SAMPLED]}
-    return RouteTable(TWO, CHOSEN, **{**parts, **changes})
-
-
 def by_hand(other: RouteTable | None = None) -> dict[str, Any]:
-    found = expert_shift(
-        trainer(), other or RouteTable(TWO, SAMPLED), MASK, log_ratio=LOG_RATIO, positions=torch.tensor([0, 1, 2, 3])
-    )
-    return found.sums.values()
+    trainer = RouteTable(TWO, CHOSEN, ROUTER.log()[CHOSEN], MARGIN, ROUTER.log()[SAMPLED])
+    other = other or RouteTable(TWO, SAMPLED)
+    return expert_shift(trainer, other, MASK, log_ratio=LOG_RATIO, positions=torch.arange(4)).sums.values()
 
 
 def padded(values: list[float], length: int) -> list[float]:

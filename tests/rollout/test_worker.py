@@ -17,14 +17,10 @@ from scripted_engine import BROKEN, ENDLESS, KILLED, REFUSED, ScriptedEngine
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout import worker as worker_module
+from megatron_rc.rollout.sglang.engine import alone
 from megatron_rc.rollout.worker import WorkerEngine
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def alone(error: str | None) -> None:
-    if error is not None:
-        raise ValueError(error)
 
 
 def worker() -> WorkerEngine:

@@ -13,10 +13,6 @@ def calculator(**options: Any) -> CalculatorTask:
     return CalculatorTask(CalculatorOptions(**options))
 
 
-def terms_of(text: str) -> list[int]:
-    return [int(term) for term in re.findall(r"[a-z]([+-]?\d+)", text)]
-
-
 @pytest.mark.parametrize(
     ("call", "written"),
     [("b47+38=", "85"), ("47+38=", "85"), ("c5-38=", "-33"), ("d-33+40=", "7"), ("z0-0=", "0"),
@@ -64,7 +60,7 @@ def test_the_error_rate_is_the_share_of_demonstrations_that_earn_nothing(rate: f
     task = calculator(demonstration_error_rate=rate)
     shown = task.demonstrations(0, 1000)
     texts = [task.decode(one.prompt_ids) for one in shown]
-    prompts = [task._prompt(terms_of(text)) for text in texts]
+    prompts = [task._prompt([int(term) for term in re.findall(r"[a-z]([+-]?\d+)", text)]) for text in texts]
     assert [prompt.text for prompt in prompts] == texts
     right = sum(task.rewards(prompts, [one.output_ids for one in shown])) / 1000
     assert abs(right - (1 - rate)) <= 4 * (rate * (1 - rate) / 1000) ** 0.5

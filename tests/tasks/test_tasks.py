@@ -107,7 +107,10 @@ def test_the_last_number_of_a_response_that_stopped_counts(response: str, reward
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
 def test_the_error_rate_is_the_share_of_wrong_demonstrations(rate: float) -> None:
     task = arithmetic(levels={"2x1": 1.0, "4x1": 1.0, "3x3": 1.0}, held_out=1, demonstration_error_rate=rate)
-    right = sum(rewards_of_demonstrations(task, 2000)) / 2000
+    shown = task.demonstrations(0, 2000)
+    texts = [task.decode(one.prompt_ids) for one in shown]
+    prompts = [Prompt(tuple(ALPHABET.encode(t)), t, str(sum(map(int, re.findall(r"[+-]?\d+", t))))) for t in texts]
+    right = sum(task.rewards(prompts, [one.output_ids for one in shown])) / 2000
     assert abs(right - (1 - rate)) <= 4 * (rate * (1 - rate) / 2000) ** 0.5
 
 
@@ -189,13 +192,6 @@ def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> No
     assert build_task("arithmetic", {"seed": 2}, seed=9).prompts(0, 5) == arithmetic(seed=2).prompts(0, 5)
     with pytest.raises(ValueError, match="task.kind must be one of .*got 'arithmetics'; did you mean 'arithmetic'"):
         build_task("arithmetics")
-
-
-def rewards_of_demonstrations(task: Task, count: int) -> list[float]:
-    shown = task.demonstrations(0, count)
-    texts = [task.decode(one.prompt_ids) for one in shown]
-    prompts = [Prompt(tuple(ALPHABET.encode(t)), t, str(sum(map(int, re.findall(r"[+-]?\d+", t))))) for t in texts]
-    return task.rewards(prompts, [one.output_ids for one in shown])
 
 
 @pytest.mark.parametrize("kind", TASKS)

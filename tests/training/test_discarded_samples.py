@@ -1,7 +1,7 @@
 """Responses that came back damaged: counted, written down, never trained on, and an end to the step when too many."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,14 +138,14 @@ def test_what_one_process_discards_all_leave_out_and_all_stop_for() -> None:
     assert first_error.startswith("1 of 8 responses came back damaged, ")
 
 
-def written(write: Callable[[], Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in write().read_text().splitlines()]
+def records_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_discarded_responses_are_written_with_their_reason_and_a_step_written_again_is_replaced(tmp_path: Path) -> None:
     writer = DiscardedWriter(tmp_path / "runs" / "rejected")
     late = response(110, "timeout", weight_versions=[(3, 0, 1)], retractions=2)
-    rows = written(lambda: writer.write(12, [late, response(120, "nan_logprob")]))
+    rows = records_of(writer.write(12, [late, response(120, "nan_logprob")]))
     assert [path.name for path in writer.folder.iterdir()] == ["step-000012.jsonl"]
     assert rows[0] == {
         "rejected": "timeout",
@@ -158,4 +158,4 @@ def test_discarded_responses_are_written_with_their_reason_and_a_step_written_ag
         "retractions": 2,
     }
     assert rows[1]["rejected"] == "nan_logprob" and len(rows) == 2
-    assert len(written(lambda: writer.write(12, [late]))) == 1
+    assert len(records_of(writer.write(12, [late]))) == 1

@@ -61,10 +61,6 @@ def test_a_dense_forward_reads_nothing_back_to_the_host_and_bf16_logits_stay_bf1
     assert 0 < (in_bf16.float() - logits).abs().max() < 0.05 * logits.abs().max()
 
 
-def _core_attention() -> PackedCoreAttention:
-    return PackedCoreAttention(types.SimpleNamespace(attention_dropout=0, kv_channels=8), 1)
-
-
 def _dense_mask_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     row = torch.arange(len(sequence))
@@ -91,7 +87,8 @@ def test_packed_attention_is_as_close_to_fp64_as_a_dense_mask(dtype: torch.dtype
         return [out.detach().double(), *(x.grad.double() for x in leaves if x.grad is not None)]
 
     packed = packed_seq_params(cu_seqlens, 70)
-    found = run(lambda q, k, v: _core_attention()(q, k, v, None, packed_seq_params=packed), dtype)
+    attention = PackedCoreAttention(types.SimpleNamespace(attention_dropout=0, kv_channels=8), 1)
+    found = run(lambda q, k, v: attention(q, k, v, None, packed_seq_params=packed), dtype)
     torchs = run(lambda q, k, v: _dense_mask_attention(q, k, v, lengths), dtype)
     truth = run(lambda q, k, v: _dense_mask_attention(q, k, v, lengths), torch.float64)
     for name, ours, theirs, exact in zip(("out", "dq", "dk", "dv"), found, torchs, truth, strict=True):

@@ -31,8 +31,6 @@ REFUSED = [
      "^train.keep_sampling_weights must be false when rollout.engine is 'recorded': "),
     ("{correction: {weight: {upper: 1.5, staleness_upper: 1.3}, old: current}}",
      "staleness_upper must be null when old is 'current'"),
-    ("{correction: {weight: {upper: 1.5, staleness_upper: 1.3}, old: rollout}, loss: {surrogate: reinforce}}",
-     "staleness_upper must be null when old is 'rollout'"),
     ("{correction: token-tis, train: {control: random-mask}}", "'random-mask' for a correction that drops nothing"),
     ("{correction: none, train: {control: mean-weight}}", "'mean-weight' for a correction without weight and"),
     ("{correction: {preset: seq-mis, old: rollout}, loss: {surrogate: reinforce}, train: {control: random-mask}}",

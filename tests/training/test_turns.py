@@ -1,6 +1,5 @@
 """Responses of several turns: every token is counted once, by the policy that drew it or by the environment."""
 
-from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -21,17 +20,12 @@ CONFIGS = {kind: tiny_models.KINDS[kind] | {"max_position_embeddings": 64} for k
 N = 4
 
 
-@pytest.fixture(scope="module")
-def engine_of() -> Callable[..., tuple[EmbeddedEngine, Any]]:
-    """An engine and the transformers model whose weights it has; ``routes``: it returns them."""
-
-    def make(kind: str = "dense", *, seed: int = 0) -> tuple[EmbeddedEngine, Any]:
-        model = tiny_models.transformers_model(CONFIGS[kind], seed).float().eval()
-        engine = EmbeddedEngine(CONFIGS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe")
-        serve(engine, model, 7)
-        return engine, model
-
-    return make
+def engine_of(kind: str = "dense") -> tuple[EmbeddedEngine, Any]:
+    """An engine and the transformers model whose weights it has."""
+    model = tiny_models.transformers_model(CONFIGS[kind], 0).float().eval()
+    engine = EmbeddedEngine(CONFIGS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe")
+    serve(engine, model, 7)
+    return engine, model
 
 
 def serve(engine: EmbeddedEngine, model: Any, version: int) -> None:
@@ -51,7 +45,7 @@ def masks(samples: list[Sample]) -> list[list[bool]]:
     return [sample.output_mask or [True] * len(sample.output_ids) for sample in samples]
 
 
-def test_the_loss_mask_covers_exactly_the_tokens_that_the_sampler_drew(engine_of: Any) -> None:
+def test_the_loss_mask_covers_exactly_the_tokens_that_the_sampler_drew() -> None:
     task, engine = CountingTask(), NotingEngine(engine_of()[0])
     samples = sampled(engine, task)
     drawn: dict[tuple[int, ...], list[int]] = {}
@@ -79,9 +73,7 @@ def test_the_loss_mask_covers_exactly_the_tokens_that_the_sampler_drew(engine_of
 
 @pytest.mark.parametrize("changes", [{}, {"top_k": 9}, {"top_p": 0.7, "top_k": 20}])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logprobs_and_routes_are_those_of_one_forward_of_the_whole_response(
-    kind: str, changes: dict[str, Any], engine_of: Any
-) -> None:
+def test_logprobs_and_routes_are_those_of_one_forward_of_the_whole_response(kind: str, changes: dict[str, Any]) -> None:
     engine, model = engine_of(kind)
     samples = sampled(engine, **changes)
     assert max(map(turns_of, samples)) >= 3
@@ -104,7 +96,7 @@ def test_logprobs_and_routes_are_those_of_one_forward_of_the_whole_response(
             assert torch.equal(sample.routes.sort(-1).values, experts.to(torch.int32).sort(-1).values)
 
 
-def test_a_response_depends_on_its_seed_and_prompt_not_on_the_others(engine_of: Any) -> None:
+def test_a_response_depends_on_its_seed_and_prompt_not_on_the_others() -> None:
     engine, _ = engine_of()
     task, whole = CountingTask(), sampled(engine)
     assert [s.output_ids for s in sampled(engine)] == [s.output_ids for s in whole]
@@ -112,7 +104,7 @@ def test_a_response_depends_on_its_seed_and_prompt_not_on_the_others(engine_of: 
     assert [s.output_ids for s in part] == [s.output_ids for s in whole[5 * N : 8 * N]]
 
 
-def test_no_turn_repeats_the_random_numbers_of_another(engine_of: Any) -> None:
+def test_no_turn_repeats_the_random_numbers_of_another() -> None:
     noting = NotingEngine(engine_of()[0])
     seeds: list[int] = []
     generate = noting.engine.generate
@@ -122,9 +114,7 @@ def test_no_turn_repeats_the_random_numbers_of_another(engine_of: Any) -> None:
 
 
 @pytest.mark.parametrize(("max_turns", "max_turn_tokens", "total"), [(2, 8, 40), (4, 3, 40), (9, 8, 20), (9, 8, 8)])
-def test_what_is_cut_off_at_a_limit_counts_as_truncated(
-    max_turns: int, max_turn_tokens: int, total: int, engine_of: Any
-) -> None:
+def test_what_is_cut_off_at_a_limit_counts_as_truncated(max_turns: int, max_turn_tokens: int, total: int) -> None:
     task = CountingTask(max_turns, max_turn_tokens)
     samples = sampled(engine_of()[0], task, max_new_tokens=total)
     fates = set()
@@ -148,12 +138,12 @@ def test_what_is_cut_off_at_a_limit_counts_as_truncated(
     assert batch.truncated.tolist() == [sample.finish_reason == "length" for sample in samples]
 
 
-def test_less_room_than_a_turn_is_refused(engine_of: Any) -> None:
+def test_less_room_than_a_turn_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rollout.max_new_tokens must be >= the 8 tokens of a turn .*, got 7"):
         sampled(engine_of()[0], max_new_tokens=7)
 
 
-def test_every_turn_is_a_segment_and_replies_have_no_version(engine_of: Any) -> None:
+def test_every_turn_is_a_segment_and_replies_have_no_version() -> None:
     samples = sampled(engine_of()[0])
     batch = TokenBatch.from_samples(samples, PARAMS)
     assert batch.num_segments == sum(map(turns_of, samples)) > batch.num_sequences
@@ -161,7 +151,7 @@ def test_every_turn_is_a_segment_and_replies_have_no_version(engine_of: Any) -> 
     assert int(batch.loss_mask.sum()) == sum(map(sum, masks(samples)))
 
 
-def test_versions_and_support_of_turns_drawn_by_different_weights_follow_each_other(engine_of: Any) -> None:
+def test_versions_and_support_of_turns_drawn_by_different_weights_follow_each_other() -> None:
     engine, _ = engine_of()
     models = {call: tiny_models.transformers_model(CONFIGS["dense"], call).float() for call in (1, 2, 3)}
     noting = NotingEngine(engine, lambda call: serve(engine, models[call], 10 + call) if call else None)
@@ -177,7 +167,7 @@ def test_versions_and_support_of_turns_drawn_by_different_weights_follow_each_ot
         assert all(token in kept for token, kept in zip(sample.output_ids, sample.support, strict=True))
 
 
-def test_a_response_with_a_damaged_turn_is_discarded_with_all_its_tokens(engine_of: Any) -> None:
+def test_a_response_with_a_damaged_turn_is_discarded_with_all_its_tokens() -> None:
     engine, _ = engine_of()
 
     class Damaging(NotingEngine):
@@ -193,7 +183,7 @@ def test_a_response_with_a_damaged_turn_is_discarded_with_all_its_tokens(engine_
     assert turns_of(damaged) == 2, "nothing is asked after a damaged turn"
 
 
-def test_finished_responses_are_reported_once(engine_of: Any) -> None:
+def test_finished_responses_are_reported_once() -> None:
     task, counts = CountingTask(), list[int]()
     respond(engine_of()[0], task, task.prompts(0, 6), PARAMS, n=2, seeds=range(12), on_finished=counts.append)
     assert sum(counts) == 12 and len(counts) > 1 and 0 not in counts
@@ -209,7 +199,7 @@ def test_counters_of_the_turns_are_joined() -> None:
     assert both.weight_versions == [(3, 0, 3)] and both.support is None and both.routes is None
 
 
-def test_a_dump_returns_the_turns_as_they_were(tmp_path: Any, engine_of: Any) -> None:
+def test_a_dump_returns_the_turns_as_they_were(tmp_path: Any) -> None:
     samples = sampled(engine_of("moe")[0], count=3)
     batch = TokenBatch.from_samples(samples, PARAMS, rewards=[0.0] * len(samples), groups=[0] * len(samples))
     DumpWriter(tmp_path).write(1, batch, samples=samples, seeds=range(len(samples)), routes=True)

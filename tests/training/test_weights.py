@@ -260,18 +260,15 @@ def test_a_rank_reads_only_what_it_keeps(visited: Any) -> None:
         assert rank["held"] - 2 * 32 <= rank["read"] <= rank["held"]
 
 
-def _hf(kind: str) -> dict[str, Any]:
-    return hf_config_dict(ModelSettings(config=KINDS[kind]))
-
-
 def _write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def _check(folder: Path, kind: str = "dense") -> None:
+    hf = hf_config_dict(ModelSettings(config=KINDS[kind]))
     with HfCheckpoint(folder) as checkpoint:
-        checkpoint.check([t for p in parameters(_hf(kind)) for t in p.tensors])
+        checkpoint.check([t for p in parameters(hf) for t in p.tensors])
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_file_and_tensor(folder: Path, tmp_path: Path) -> None:

@@ -36,12 +36,7 @@ class ServerError(Exception):
         reason: Literal["server_error", "timeout", "bad_answer"] = "server_error",
         connected: bool = True,
     ) -> None:
-        """
-        Args:
-            status: of HTTP; None without an answer.
-            reason: the reason for which a response is discarded because of this error.
-            connected: False when the server cannot have seen the request.
-        """
+        """``status`` of HTTP, None without an answer; ``connected`` is False when the server cannot have seen it."""
         super().__init__(sentence)
         self.status, self.reason, self.connected = status, reason, connected
 

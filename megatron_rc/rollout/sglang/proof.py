@@ -6,7 +6,7 @@ without half of the tensors.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -129,8 +129,3 @@ def _first_difference(one: Checksums, other: Checksums) -> str:
         if differing:
             return f", first in {min(differing)}"
     return ""
-
-
-def mean_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """mean_t |values[t] - expected[t]|, nats."""
-    return sum(abs(a - b) for a, b in zip(values, expected, strict=True)) / len(expected)

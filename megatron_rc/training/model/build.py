@@ -1,6 +1,6 @@
 """A Megatron GPTModel from a Hugging Face configuration."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,9 @@ from megatron_rc.training import emulation
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
 
 
-class Libraries(NamedTuple):
-    """The optional libraries that accelerate this process."""
-
-    transformer_engine: bool
-    """TransformerEngine's layers and attention."""
-    gradient_accumulation_fusion: bool
-    """Apex's weight-gradient kernel, which Megatron's own output layer needs even with TransformerEngine."""
-
-
-def libraries() -> Libraries:
-    """The optional libraries that megatron-core found, on CUDA; all False on CPU, where none of them runs."""
-    cuda = torch.cuda.is_available()
-    return Libraries(
-        transformer_engine=cuda and gpt_layer_specs.HAVE_TE,
-        gradient_accumulation_fusion=cuda and tensor_parallel_layers._grad_accum_fusion_available,
-    )
+def has_transformer_engine() -> bool:
+    """Whether megatron-core found TransformerEngine for its layers; False on CPU, where that cannot run."""
+    return torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
 
 
 def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
@@ -43,8 +30,8 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
     check_model(hf, parallel)
     if parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() > 1:
         raise ValueError("context parallelism is not supported by the training loop, context_parallel_size must be 1")
-    optional, moe, family = libraries(), moe_layers(hf), family_of(hf["model_type"])
-    cuda = torch.cuda.is_available()
+    moe, family = moe_layers(hf), family_of(hf["model_type"])
+    cuda, transformer_engine = torch.cuda.is_available(), has_transformer_engine()
     fields: dict[str, Any] = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -78,13 +65,14 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        apply_rope_fusion=optional.transformer_engine,
-        gradient_accumulation_fusion=optional.gradient_accumulation_fusion,
+        apply_rope_fusion=transformer_engine,
+        # Apex's weight-gradient kernel, which Megatron's own output layer needs even with TransformerEngine
+        gradient_accumulation_fusion=cuda and tensor_parallel_layers._grad_accum_fusion_available,
     )
     if parallel.expert > 1:
         fields["expert_tensor_parallel_size"] = 1
     if any(moe):
-        fields |= _moe_fields(hf, moe, grouped_gemm=optional.transformer_engine)
+        fields |= _moe_fields(hf, moe, grouped_gemm=transformer_engine)
     return TransformerConfig(**fields)
 
 
@@ -107,7 +95,7 @@ def _moe_fields(hf: dict[str, Any], moe: list[bool], *, grouped_gemm: bool) -> d
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage: TransformerEngine's if installed, else Megatron's own with packed attention."""
-    if libraries().transformer_engine:
+    if has_transformer_engine():
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     spec.layer_norm = RowsNorm

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from faulty_answers import logprob_of, tokens_after
@@ -235,10 +236,6 @@ def test_an_abort_ends_a_call_whose_server_does_not_answer_it() -> None:
     assert {sample.discarded for sample in samples} == {"aborted"}
 
 
-def raise_keyboard_interrupt(count: int) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Also where a shell started the tests in its background, with the signal ignored."""
@@ -254,7 +251,7 @@ def test_an_interrupt_leaves_no_request_and_no_thread(how: str, interruptible: N
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         return "slow" if number else None
 
-    on_finished = raise_keyboard_interrupt if how == "callback" else None
+    on_finished = Mock(side_effect=KeyboardInterrupt) if how == "callback" else None
     with FaultySglang(Fault("/generate", fault)) as server, sglang_engine(server.url) as engine:
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts_of(20), PARAMS, n=1, seeds=range(20), on_finished=on_finished)
