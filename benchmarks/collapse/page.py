@@ -30,13 +30,7 @@ EVENTS = ("fell", "collapsed", "failed")
 
 
 def write(results: Results, docs: Path) -> None:
-    """Write docs/collapse.md, and draw the figures that it shows; figures that it no longer shows are deleted.
-
-    Raises:
-        ValueError: there are no committed runs.
-    """
-    if not results.rows:
-        raise ValueError("no run is committed: python benchmarks/collapse/verdict.py --read FOLDER of a grid")
+    """Write docs/collapse.md, and draw the figures that it shows; figures that it no longer shows are deleted."""
     drawn = [(figure, pictures(figure, results)) for figure in FIGURES]
     folder = docs / IMAGES
     for figure, each in drawn:
@@ -50,19 +44,9 @@ def write(results: Results, docs: Path) -> None:
 
 
 def text(results: Results) -> str:
-    """The page, without touching a file: the blocks of page.md with their fields filled in.
-
-    A field that stands alone is a block of its own, left out where it is empty; a section with a field that is None
-    is left out whole.
-    """
+    """The page: the blocks of page.md with their fields filled in. A field that stands alone is a block of its own."""
     fields = _fields(results)
-    kept = [
-        section
-        for section in re.split(r"\n\n(?=## )", TEMPLATE.read_text().strip())
-        if all(fields[name] is not None for name in re.findall(r"{(\w+)", section))
-    ]
-    blocks = (_block(block, fields) for block in "\n\n".join(kept).split("\n\n"))
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    return "\n\n".join(_block(block, fields) for block in TEMPLATE.read_text().strip().split("\n\n")) + "\n"
 
 
 def _block(block: str, fields: Mapping[str, Any]) -> str:
@@ -84,9 +68,9 @@ def _fields(results: Results) -> dict[str, Any]:
         "claims": "\n".join(part for claim, each in given for part in _claim(claim, each)),
         "ranking_gap": ranking_gap,
         "reference": REFERENCE,
-        "ranking": ranked or None,
+        "ranking": ranked,
         "tuning": TUNING,
-        "rates": rates(results) or None,
+        "rates": rates(results),
         "not_reproduced": _not_reproduced(given),
         "figures": "\n".join(figures[1:]),
         **_run_fields(results),
@@ -193,7 +177,6 @@ def _run_fields(results: Results) -> dict[str, Any]:
         "hours": _hours(rows),
         "stages": _listed({results.stage_of(row) for row in rows}),
         "worlds": table(heads, [_world(label, [r for r in rows if r.world == world]) for world, label in worlds]),
-        "plan": _plan(results),
         "mechanisms": _mechanisms(results),
         "rules": _rules(results),
         "answers": min(row.answers for row in rows),
@@ -206,13 +189,6 @@ def _run_fields(results: Results) -> dict[str, Any]:
 
 def _listed(stages: Iterable[str]) -> str:
     return ", ".join(f"`{stage}`" for stage in sorted(stages))
-
-
-def _plan(results: Results) -> str:
-    left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
-    listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
-    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{rules.CANNOT_TELL}*."
-    return _filled(said) if left else ""
 
 
 def _world(label: str, rows: Sequence[Row]) -> list[str]:

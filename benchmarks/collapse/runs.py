@@ -78,12 +78,6 @@ class Results:
             unique.setdefault((Arm.of(row), row.seed), row)
         return sorted(unique.values(), key=lambda row: (row.stage, *row.key))
 
-    def progress(self) -> dict[str, tuple[int, int]]:
-        """Maps each stage that is no part of another one to (committed runs, planned runs)."""
-        return {
-            name: (len(self.committed & self.planned[name]), len(self.planned[name])) for name in self._whole_stages()
-        }
-
     def _whole_stages(self) -> list[str]:
         """Stages that are no part of another one."""
         return [name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())]

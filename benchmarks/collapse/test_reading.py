@@ -17,7 +17,7 @@ from jobs import DENSE, environment
 from collapse import made_up as lab
 from collapse.facts import facts_of
 from collapse.reading import read
-from collapse.rows import Point, Row, committed, keep, merge, path_of, stages
+from collapse.rows import Point, Row, committed, keep, merge, path_of
 from collapse.runs import load
 from megatron_rc import schema
 from megatron_rc.settings.job import JobSettings
@@ -188,12 +188,6 @@ def test_a_run_of_two_stages_has_one_row_which_either_replaces(tmp_path: Path) -
     assert keep([read[2]], [], tmp_path) == {"later": 1}, "a run of the same name in another world is another run"
 
 
-def test_other_rows_in_the_folder_are_no_stage(tmp_path: Path) -> None:
-    lab.write(tmp_path, seeds=(1,))
-    (tmp_path / "quickstart.csv").write_text("seed,choice\n1,exact\n")
-    assert len(load(tmp_path).rows) == len(lab.ARMS)
-
-
 def test_files_hold_four_digits(tmp_path: Path) -> None:
     lab.write(tmp_path, seeds=(1,))
     with open(path_of(Row, lab.STAGE, tmp_path), newline="") as file:
@@ -202,7 +196,6 @@ def test_files_hold_four_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not stages(), reason="no run of the lab is committed")
 def test_three_cells_that_run_again_agree_within_the_spread_of_their_seeds(tmp_path: Path) -> None:
     recipe = RECIPES / "quick.yaml"
     command = [sys.executable, "-m", "megatron_rc", "grid", str(recipe), "--output", str(tmp_path / "quick")]

@@ -1,13 +1,12 @@
-"""The house stays small enough to walk: files at the root, rooms, floors, circles and parameters."""
+"""The house stays small enough to walk: files at the root, rooms, floors, parameters, and imports that stay away."""
 
 import ast
 import runpy
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 floors = runpy.run_path(str(Path(__file__).with_name("test_floors.py")))
-FLOORS, ROOT, module_of = floors["FLOORS"], floors["ROOT"], floors["module_of"]
+FLOORS, ROOT = floors["FLOORS"], floors["ROOT"]
 FILES, ROOMS, STOREYS, PARAMETERS = 12, 32, 12, 17
 """At most: Python files at the root of megatron_rc, those and its folders, floors, parameters of a function."""
 FEWER = {"correct": 14, "policy_loss": 14, "linear_policy_loss": 16}
@@ -23,34 +22,6 @@ def parameters(source: str) -> Iterator[tuple[str, int]]:
                 yield node.name, sum(name is not None for name in names)
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """One circle of arrows, or nothing."""
-    try:
-        list(TopologicalSorter(edges).static_order())
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-def arrows(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module -> the modules that it imports, also inside functions and only for types."""
-    known = dict.fromkeys(sources, ROOT)
-    found = {}
-    for name, source in sources.items():
-        tree = ast.parse(source)
-        reached = {module_of(imported, known) for imported in floors["imported_names"](name, ast.walk(tree))}
-        found[name] = {module for module in reached if module not in (None, name, "megatron_rc.__init__")}
-    return found
-
-
-def rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for name, reached in edges.items():
-        here = name.split(".")[1]
-        found.setdefault(here, set()).update(there for other in reached if (there := other.split(".")[1]) != here)
-    return found
-
-
 SOURCES = {name: path.read_text() for name, path in floors["modules"](ROOT).items()}
 
 
@@ -62,17 +33,6 @@ def test_the_house_has_few_files_rooms_and_floors() -> None:
     assert files <= FILES and files + folders <= ROOMS and len(FLOORS) <= STOREYS
 
 
-def test_no_rooms_form_a_circle_also_by_imports_for_types() -> None:
-    """Circles of files are found by test_floors.py."""
-    assert circle(rooms(arrows(SOURCES))) == []
-
-
-def test_a_planted_circle_of_types_is_found() -> None:
-    a, b = "megatron_rc.jobs.a", "megatron_rc.report.b"
-    planted = {a: "from megatron_rc.report import b", b: "if TYPE_CHECKING:\n    from megatron_rc.jobs.a import X"}
-    assert set(circle(rooms(arrows(planted)))) == {"jobs", "report"}
-
-
 def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
     counted = [(file, *one) for file, source in SOURCES.items() for one in parameters(source)]
     assert FEWER.keys() <= {name for _, name, _ in counted}
@@ -82,3 +42,35 @@ def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
 def test_kernels_of_triton_are_not_counted_and_everything_else_is() -> None:
     source = "@triton.jit\ndef k(a, b): ...\nclass C:\n    async def f(self, a, /, b, *c, d, **e): ..."
     assert list(parameters(source)) == [("f", 6)]
+
+
+def imports(*folders: str) -> Iterator[tuple[str, str]]:
+    """File and dotted name of every import statement."""
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        for name in floors["imported_names"]("", ast.walk(ast.parse(path.read_text()))):
+            yield str(path.relative_to(ROOT)), name
+
+
+def test_nothing_imports_the_kernel_folder_by_its_own_name() -> None:
+    found = list(imports("megatron_rc", "triton_kernels", "tests", "benchmarks", "examples", "launch"))
+    assert len(found) > 3000 and [one for one in found if one[1].split(".")[0] == "triton_kernels"] == []
+
+
+def test_no_program_of_benchmarks_imports_what_tests_share() -> None:
+    """Tests may import benchmarks; the other way would close a circle."""
+    shared = {file.stem for room in ("support", "correction", "logprobs") for file in ROOT.glob(f"tests/{room}/*.py")}
+    of_programs = [one for one in imports("benchmarks") if not Path(one[0]).name.startswith(("test_", "conftest"))]
+    assert len(of_programs) > 300 and [one for one in of_programs if one[1].split(".")[0] in shared] == []
+
+
+def test_only_a_function_named_computing_imports_what_drives_kernels() -> None:
+    """A backend is chosen in one place per room, where mypy holds the kernels and their twin to one protocol."""
+    choosing = 0
+    for file, source in SOURCES.items():
+        tree = ast.parse(source)
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "computing"]
+        choosing += len(functions)
+        allowed = {id(node) for function in functions for node in ast.walk(function)}
+        elsewhere = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in allowed)
+        assert not any("fused" in name.split(".") for name in floors["imported_names"](file, elsewhere)), file
+    assert choosing

@@ -1,12 +1,10 @@
 """What an installation contains, which name it claims, and that nothing fakes or shadows another `triton_kernels`."""
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
@@ -16,18 +14,11 @@ from constraints import pins
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-CODE_FOLDERS = ("megatron_rc", "triton_kernels", "tests", "benchmarks", "examples", "launch")
 LOCATE = """
 import importlib.util as u
 find = lambda name: (spec := u.find_spec(name)) and (spec.origin or "namespace")
 print(find("triton_kernels"), find("megatron_rc"), find("megatron_rc.kernels.probe"))
 """
-
-
-def python_files() -> Iterator[Path]:
-    for folder in CODE_FOLDERS:
-        yield from sorted((ROOT / folder).rglob("*.py"))
-    yield ROOT / "setup.py"
 
 
 def real_triton_kernels(python: Path) -> Path:
@@ -58,14 +49,6 @@ def test_the_kernel_folder_is_a_link_without_a_package_file() -> None:
     link = ROOT / "megatron_rc/kernels"
     assert link.is_symlink() and os.readlink(link) == "../triton_kernels"
     assert not (ROOT / "triton_kernels/__init__.py").exists()
-
-
-def test_nothing_imports_the_kernel_folder_by_its_own_name() -> None:
-    for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert "triton_kernels" not in {n.split(".")[0] for n in names}, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_processes import Job
-from jobs import finished_job, settings_file, started, typed_job
+from jobs import Job, finished_job, settings_file, started, typed_job
 from process_groups import children
 from warm_models import TASK, timeless, warm_model
 

@@ -81,17 +81,13 @@ EVERY_LEVEL = RolloutCorrection(
     normalize="batch",
 )
 
-
 BY_LAG = RolloutCorrection(
     Weight("sequence", "clip", 0.5, 2.0, growth="sqrt_lag"), (Rejection("lag", "segment", "max", upper=9.0),)
 )
-
 STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized", "segment", upper=1.1),))
-
-
 TERMS = {"dual_clip": 3.0, "kl_coef": 0.2, "entropy_coef": 0.1}
-
 TWO_FACTORS = RolloutCorrection(Weight("token", "clip", 0.5, 2.0, staleness_upper=1.5))
+MEASURED_SEQUENCES = Weight("sequence", upper="measured")
 PREFIXES = RolloutCorrection(Weight("prefix", "clip", 0.5, 2.0, growth="sqrt_position"))
 
 
@@ -173,15 +169,8 @@ def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **option
             terms = {"reference_logprobs": reference, "kl_coef": 0.2, "entropy": entropy, "entropy_coef": 0.1}
 
         def run(backend: str) -> Answer:
-            value, metrics = policy_loss(
-                leaves[0],
-                train if old else None,
-                advantages,
-                given,
-                scale=scale,
-                backend=backend,
-                **grouped(**terms, **options),
-            )
+            more = grouped(scale=scale, backend=backend, **terms, **options)
+            value, metrics = policy_loss(leaves[0], train if old else None, advantages, given, **more)
             gradients = torch.autograd.grad(value, leaves)
             names = ("gradient", "entropy gradient")[: len(gradients)]
             return Answer({"loss": value.detach(), **dict(zip(names, gradients, strict=True))}, metrics)
@@ -316,9 +305,7 @@ CALLS: dict[str, Call] = {
     "correct geometric": corrected(RolloutCorrection.preset("geo-mask-token-tis")),
     "correct standardized": corrected(STANDARDIZED_TURNS),
     "correct measured, of tokens": corrected(RolloutCorrection(Weight("token", upper="measured")), per_token=True),
-    "correct measured, of sequences": corrected(
-        RolloutCorrection(Weight("sequence", upper="measured")), per_token=True
-    ),
+    "correct measured, of sequences": corrected(RolloutCorrection(MEASURED_SEQUENCES), per_token=True),
     "correct every level": corrected(EVERY_LEVEL),
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),
@@ -335,8 +322,6 @@ CALLS: dict[str, Call] = {
     "routes int16 and int64": routes(torch.int16, torch.int64, masked=True),
     "routes int32": routes(torch.int32, torch.int32, masked=False),
 }
-
-
 COVERED = (
     *("log-probs without entropy", "kept ids fp32", "correct none", "correct geometric"),
     *("correct every level, advantages of tokens", "loss of one term"),
