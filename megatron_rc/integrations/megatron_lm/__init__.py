@@ -30,12 +30,10 @@ def _corrected(module: str, name: str, parameters: str, ours: str, summary: str)
 
 
 SYMBOLS = (
-    Symbol(
-        TRAINING, "setup_model_and_optimizer",
+    Symbol(TRAINING, "setup_model_and_optimizer",
         "model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None",
         replaced_by(f"{OURS}.session", "setup_model_and_optimizer"),
-        "refuses flags under which rollouts cannot be corrected, before the model is built",
-    ),
+        "refuses flags under which rollouts cannot be corrected, before the model is built"),
     ATTACHES_RULE,
     _corrected(
         TRAINING, "train_step",
@@ -58,12 +56,10 @@ SYMBOLS = (
         "logprobs_batch_size, decoder_seq_length, dtype, pp_group, is_correction, collect_non_loss_data=False",
         "logprobs", "log-probs before the update in fp32",
     ),
-    Symbol(
-        RL, "prepare_data_for_update",
+    Symbol(RL, "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
         replaced_by(f"{OURS}.rollouts", "prepare_data_for_update"),
-        "corrects the whole rollout batch once; steps the rule of the learning rate with what it measured",
-    ),
+        "corrects the whole rollout batch once; steps the rule of the learning rate with what it measured"),
     _corrected(
         RL, "calculate_grpo_loss",
         "current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, "
@@ -79,11 +75,9 @@ SYMBOLS = (
         PACKING, "pack_inference_logprobs",
         "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING,
     ),
-    Symbol(
-        PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
+    Symbol(PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
         replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head.linear),
-        "names the rows of a bin that have a loss: the head computes no others",
-    ),
+        "names the rows of a bin that have a loss: the head computes no others"),
 )  # fmt: skip
 
 DIFFERENCES = (

@@ -7,14 +7,7 @@ from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
-from megatron_rc.integrations.slime.settings import (
-    ROUTE_SHIFT,
-    SlimeSettings,
-    flag,
-    in_advantages,
-    names,
-    read,
-)
+from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, SlimeSettings, flag, in_advantages, names, read
 from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
