@@ -130,11 +130,9 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 }
 """Megatron's own arguments that rules read."""
 
-ROUTER_FUSION = FlagRule(
-    "router-fusion", lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
+ROUTER_FUSION = FlagRule("router-fusion", lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
     "the fused router selects its experts before the replay is asked, so the replay is silently ignored",
-    "Drop --moe-router-fusion.", good="no routes are replayed by a fused router",
-)  # fmt: skip
+    "Drop --moe-router-fusion.", good="no routes are replayed by a fused router")  # fmt: skip
 
 MEGATRON_RULES = (
     ROUTER_FUSION,

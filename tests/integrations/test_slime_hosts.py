@@ -78,7 +78,7 @@ def test_patch_replaces_nothing_of_the_host_and_names_a_missing_symbol(host: str
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
+def test_patch_answers_with_a_recipe_wherever_it_is_called_which_is_no_context_of_a_patched_host(host: str) -> None:
     decay = LengthDecaySettings(decay_period=204)
     patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_rule=decay)
     assert patched.recipe is not None
@@ -88,11 +88,6 @@ def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
     report = patched.report()
     assert report.startswith(f"{host}, not patched") and all(one in report for one in patched.recipe.flags)
     assert yaml.safe_load(report.split("rc.yaml:\n")[1].split("and add to")[0]) == patched.recipe.config
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str) -> None:
-    patched = patch(host, correction=RolloutCorrection())
     with pytest.raises(ValueError, match=f"^{host} trains in processes of its own.*slime.enable"), patched:
         pytest.fail("the block ran")
 

@@ -64,17 +64,13 @@ def test_what_is_not_finite_is_a_collapse_at_its_step() -> None:
     assert outcome_of(records, RULES).collapsed_at is None
     records[5]["grad_norm"] = None
     assert outcome_of(records, RULES).collapsed_at == 5
-    records[5]["updates"] = 0.0  # a step without an update has no gradient
-    assert outcome_of(records, RULES).collapsed_at is None
+    for no_gradient in ({"updates": 0.0}, {"skipped_updates": 1.0}):  # no update, or one that a loss scale skipped
+        skipped = [*records[:5], records[5] | no_gradient, *records[6:]]
+        assert outcome_of(skipped, RULES).collapsed_at is None
+    records[5]["updates"] = 0.0
     records[6]["eval/accuracy"] = None
     warmup = {"phase": "warmup", "step": 3, "eval/accuracy": None}
     assert outcome_of([warmup, *records], RULES).collapsed_at == 6
-
-
-def test_a_step_that_a_loss_scale_skipped_is_no_collapse() -> None:
-    records = [{"step": i, "eval/accuracy": 0.5, "updates": 1.0, "grad_norm": 1.0} for i in range(8)]
-    records[1] |= {"grad_norm": None, "skipped_updates": 1.0}
-    assert outcome_of(records, RULES).collapsed_at is None
 
 
 def test_a_fall_that_the_run_ends_in_is_neither_collapse_nor_relapse() -> None:

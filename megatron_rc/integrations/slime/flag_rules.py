@@ -153,25 +153,19 @@ def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
     )  # fmt: skip
 
 
-_KEY_WITHOUT_HOOK = FlagRule(
-    "key-without-hook",
+_KEY_WITHOUT_HOOK = FlagRule("key-without-hook",
     lambda args: getattr(args, KEY, None) is not None and not any(names(args, hook) for hook in HOOKS),
     f"the YAML file of --custom-config-path has the key {KEY}, and no hook that reads it is named, so nothing is "
     "corrected",
-    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
-)  # fmt: skip
+    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given")  # fmt: skip
 SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
 
-MILES_TOP_P = FlagRule(
-    "top-p-top-k", lambda args: args.rollout_top_p != 1,
+MILES_TOP_P = FlagRule("top-p-top-k", lambda args: args.rollout_top_p != 1,
     "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
-    "Drop --rollout-top-p.",
-)  # fmt: skip
-MILES_ROLLOUT_DATA = FlagRule(
-    "rollout-data-on-miles", lambda args: names(args, "rollout_data"),
+    "Drop --rollout-top-p.")  # fmt: skip
+MILES_ROLLOUT_DATA = FlagRule("rollout-data-on-miles", lambda args: names(args, "rollout_data"),
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
-    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
-)  # fmt: skip
+    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named")  # fmt: skip
 MILES_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_TOP_P, MILES_ROLLOUT_DATA)
 
 
