@@ -169,11 +169,12 @@ def test_what_our_head_cannot_answer_is_refused(hidden: Any, labels: Any, reduct
         head.fused_output_processor(original, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
 
 
-def test_it_is_off_unless_it_is_set_and_patch_takes_it_too() -> None:
+def test_it_and_sharded_log_probs_are_off_unless_they_are_set_and_patch_takes_it_too() -> None:
     names = [(FUSED, name) for name in own_head.FUNCTIONS]
     with patched("{correction: none}"):
         assert not any(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)
         assert not hasattr(module(ENGINE).MegatronEngine._maybe_enable_fused_kernels, "__wrapped__")
+        assert not hasattr(module(ENGINE).MegatronEngineWithLMHead._lm_head_logits_processor, "__wrapped__")
     with patch("verl", correction=RolloutCorrection(), head="linear") as ours:
         assert all(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)
         assert "head: linear" in ours.report()

@@ -92,8 +92,3 @@ def test_what_needs_the_softmax_of_all_ids_is_refused_by_name(asked: str) -> Non
         engine._lm_head_logits_processor(
             torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.ones(1, 1), calculate_entropy=False, **{**PLAIN, asked: True}
         )
-
-
-def test_it_is_off_unless_it_is_set() -> None:
-    with patched("{correction: none}"):
-        assert not hasattr(module(ENGINE).MegatronEngineWithLMHead._lm_head_logits_processor, "__wrapped__")

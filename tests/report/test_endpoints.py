@@ -39,17 +39,14 @@ def test_a_collapse_needs_three_means_to_the_end_and_is_dated_by_the_first() -> 
     assert (again.collapsed_at, again.relapses, again.fell_at) == (110, 1, 40)
 
 
-def test_one_bad_evaluation_is_no_fall() -> None:
-    assert judged(0.9, 0.9, 0.9, 0.3, 0.9, 0.9, 0.9).fell_at is None
-
-
 def test_a_mean_exactly_the_share_below_the_maximum_has_fallen() -> None:
     # 0.7 * 0.9 = 0.63 up to rounding
     assert judged(*[0.9] * 3, *[0.63] * 5).collapsed_at == 50
     assert judged(*[0.9] * 3, *[0.6301] * 5).collapsed_at is None
 
 
-def test_the_maximum_is_that_of_means_up_to_the_evaluation() -> None:
+def test_the_maximum_is_that_of_means_up_to_the_evaluation_and_one_bad_evaluation_is_no_fall() -> None:
+    assert judged(0.9, 0.9, 0.9, 0.3, 0.9, 0.9, 0.9).fell_at is None
     slow = [0.1 * i for i in range(1, 10)]
     assert judged(*slow).fell_at is None
     assert judged(0.4, 0.9, 0.4, *[0.4] * 5).fell_at is None  # the best mean is .57, not .9

@@ -144,10 +144,8 @@ def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
             f"Change {KEY} in the YAML file of --custom-config-path.",
             good="no hook is named, or its settings can be read"),
         *(
-            replace(
-                rule, wrong=partial(mistake, hook, rule), problem="{found}",
-                good=rule.good or "no hook that is named makes this mistake",
-            )
+            replace(rule, wrong=partial(mistake, hook, rule), problem="{found}",
+                good=rule.good or "no hook that is named makes this mistake")
             for hook, rules in HOOK_RULES.items() for rule in rules
         ),
     )  # fmt: skip
