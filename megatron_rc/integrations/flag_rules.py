@@ -82,33 +82,25 @@ def uncorrected_rules(
         fix: how to correct, one sentence.
     """
     return (
-        FlagRule(
-            "quantized-rollouts", lambda args: quantized(args) and not corrected(args),
+        FlagRule("quantized-rollouts", lambda args: quantized(args) and not corrected(args),
             "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
-            fix, good="rollouts are not quantised, or corrected", severity="warning",
-        ),
-        FlagRule(
-            "asynchronous-rollouts", lambda args: stale(args) and not corrected(args),
+            fix, good="rollouts are not quantised, or corrected", severity="warning"),
+        FlagRule("asynchronous-rollouts", lambda args: stale(args) and not corrected(args),
             "rollouts come from older weights and no correction acts",
-            fix, good="rollouts come from the current weights, or are corrected", severity="warning",
-        ),
+            fix, good="rollouts come from the current weights, or are corrected", severity="warning"),
     )  # fmt: skip
 
 
 def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagRule]:
     """The rules "temperature" and "logprobs-mode" for a host that names both settings by dotted paths."""
     return (
-        FlagRule(
-            "temperature", lambda args: args[temperature] <= 0,
+        FlagRule("temperature", lambda args: args[temperature] <= 0,
             "a greedy sampler has no log-prob that the trainer's could be compared with",
-            f"Set {temperature} above 0.", good="the sampler's temperature is above 0",
-        ),
-        FlagRule(
-            "logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs",
+            f"Set {temperature} above 0.", good="the sampler's temperature is above 0"),
+        FlagRule("logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs",
             f"{logprobs_mode}={{args[{logprobs_mode}]}} returns log-probs before the temperature, and the trainer "
             "divides its logits by it",
-            f"Set {logprobs_mode}=processed_logprobs.", good="log-probs are those after the temperature",
-        ),
+            f"Set {logprobs_mode}=processed_logprobs.", good="log-probs are those after the temperature"),
     )  # fmt: skip
 
 
@@ -138,16 +130,13 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 }
 """Megatron's own arguments that rules read."""
 
-ROUTER_FUSION = FlagRule(
-    "router-fusion", lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
+ROUTER_FUSION = FlagRule("router-fusion", lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
     "the fused router selects its experts before the replay is asked, so the replay is silently ignored",
-    "Drop --moe-router-fusion.", good="no routes are replayed by a fused router",
-)  # fmt: skip
+    "Drop --moe-router-fusion.", good="no routes are replayed by a fused router")  # fmt: skip
 
 MEGATRON_RULES = (
     ROUTER_FUSION,
-    FlagRule(
-        "replay-and-recompute",
+    FlagRule("replay-and-recompute",
         lambda args: (
             args.moe_enable_routing_replay
             and args.recompute_granularity == "full"
@@ -156,26 +145,19 @@ MEGATRON_RULES = (
         "a recomputed layer takes its routes from a queue, first in, first out, which is not the order of interleaved "
         "stages",
         "Drop --recompute-granularity full, or interleaved pipeline stages.",
-        good="no layer with replayed routes is computed again in the backward pass",
-    ),
-    FlagRule(
-        "replay-and-recompute",
+        good="no layer with replayed routes is computed again in the backward pass"),
+    FlagRule("replay-and-recompute",
         lambda args: args.moe_enable_routing_replay and args.recompute_granularity == "full",
         "a recomputed layer routes again unless routes are replayed in the backward pass",
         "Set RouterReplayAction.REPLAY_BACKWARD before the backward pass, or drop --recompute-granularity full.",
-        severity="warning",
-    ),
-    FlagRule(
-        "replay-and-mtp", lambda args: args.moe_enable_routing_replay and (args.mtp_num_layers or 0) > 0,
+        severity="warning"),
+    FlagRule("replay-and-mtp", lambda args: args.moe_enable_routing_replay and (args.mtp_num_layers or 0) > 0,
         "routers of --mtp-num-layers register themselves next to those of the decoder",
         "Match replayed routes to decoder layers by walking the model, not by the order of registration.",
-        good="no router but the decoder's takes part in a replay", severity="warning",
-    ),
-    FlagRule(
-        "router-dtype", lambda args: args.num_experts is not None and args.moe_router_dtype in (None, "none"),
+        good="no router but the decoder's takes part in a replay", severity="warning"),
+    FlagRule("router-dtype", lambda args: args.num_experts is not None and args.moe_router_dtype in (None, "none"),
         "router logits in the model's precision have ties, which every engine breaks in its own way",
         "Add --moe-router-dtype fp32.", good="router logits are fp32 or more, or no --num-experts is given",
-        severity="warning",
-    ),
+        severity="warning"),
 )  # fmt: skip
 """Mistakes in Megatron's own flags, which every host takes."""

@@ -76,13 +76,11 @@ def checkpoint_rules(
         replay: how to replay them, one sentence.
     """
     return (
-        FlagRule(
-            "quantized-checkpoint", lambda args: (found := read_checkpoint(args[model])).is_quantized and found,
+        FlagRule("quantized-checkpoint", lambda args: (found := read_checkpoint(args[model])).is_quantized and found,
             f"{{args[{model}]}} is a quantised checkpoint by its {{found.evidence}}, and the trainer reads the weights "
             "in another precision than the engine",
             f"Train from the bfloat16 checkpoint, and {quantize}.",
-            good="nothing says that the checkpoint is quantised", severity="warning",
-        ),
+            good="nothing says that the checkpoint is quantised", severity="warning"),
         FlagRule(
             "moe-replay", lambda args: (found := read_checkpoint(args[model])).is_moe and not replays(args) and found,
             f"{{args[{model}]}} is a mixture of experts by its {{found.evidence}}, and trainer and engine choose "

@@ -20,6 +20,8 @@ BYPASS = f"{CORRECTION}.bypass_mode=True"
 PATCHED = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py"
 IS = "loss_fn.use_importance_sampling_correction=true"
 HEAD = 'MEGATRON_RC_CONFIG={"head":"linear"}'
+SHARDED_LOGPROBS = 'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true}'
+STRATEGY = "actor_rollout_ref.actor.strategy=megatron"
 FUSED, MTP = "actor_rollout_ref.model.use_fused_kernels=True", "actor_rollout_ref.model.mtp.enable=True"
 SHARDED = (
     "model_engine=megatron actor_rollout_ref.actor.megatron.sequence_parallel=False "
@@ -40,12 +42,12 @@ TRAPPED = [
     (VERL, "megatron-rc-settings", f"{OURS} {CORRECTION}.rollout_is=token", "error", "rollout_is must be null"),
     (VERL, "megatron-rc-settings", f"{OURS} {LOSS}=geo_mean", "error", "geo_mean"),
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"lr_rule":"length_decay"}', "error", "strategy=megatron"),
-    (
-        VERL, "megatron-rc-settings",
-        'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true} model_engine=megatron '
-        "actor_rollout_ref.model.use_fused_kernels=True", "error", "use_fused_kernels must be False",
-    ),
+    (VERL, "megatron-rc-settings", f"{SHARDED_LOGPROBS} {FUSED} model_engine=megatron", "error", "must be False"),
+    (VERL, "megatron-rc-settings", SHARDED_LOGPROBS, "error", f"vocab_parallel_logprobs needs {STRATEGY}, got None"),
+    (VERL, "megatron-rc-settings", HEAD, "error", f"head: linear needs {STRATEGY}, got None"),
     (VERL, "megatron-rc-settings", f"{HEAD} model_engine=megatron", "error", "use_fused_kernels must be True"),
+    (VERL, "megatron-rc-settings", f"{HEAD} {FUSED} {SHARDED} actor_rollout_ref.model.use_remove_padding=False",
+     "error", "use_remove_padding must be True with head: linear"),
     (VERL, "megatron-rc-settings", f"{HEAD} {FUSED} model_engine=megatron {MTP}", "error", "mtp.enable must be False"),
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"corection":"none"}', "error", "corection"),
     (VERL, "fused-head-gradient", f"{FUSED} {SHARDED}", "error", "nothing adds the parts up"),
@@ -74,11 +76,9 @@ TRAPPED = [
     (NEMO, "asynchronous-rollouts", f"{ASYNC} {IS}", "warning", "nothing bounds"),
     (NEMO, "trajectory-age", f"{ASYNC} grpo.async_grpo.max_trajectory_age_steps=4", "note", "4 steps old"),
     (NEMO, "moe-replay", "policy.model_name=Qwen/Qwen3-30B-A3B", "warning", "choose experts"),
-    (
-        NEMO, "router-dtype",
-        "policy.model_name=a/moe policy.megatron_cfg.enabled=true policy.megatron_cfg.moe_router_dtype=null", "warning",
-        "ties",
-    ),
+    (NEMO, "router-dtype",
+     "policy.model_name=a/moe policy.megatron_cfg.enabled=true policy.megatron_cfg.moe_router_dtype=null", "warning",
+     "ties"),
     (NEMO, "sequence-weights", f"{IS} loss_fn.sequence_level_importance_ratios=true", "warning", "exp(sum"),
     (NEMO, "ratio-of-one", "loss_fn.force_on_policy_ratio=true", "note", "not measured"),
     (NEMO, "ratio-of-one", f"{PATCHED} loss_fn.force_on_policy_ratio=true", "error", "no gap to correct"),
@@ -104,6 +104,7 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
         (VERL, f"actor_rollout_ref.actor.veomni.router_replay.mode=R3 {ROLLOUT}.enable_rollout_routing_replay=True"),
         (VERL, f"{HEAD} {FUSED} {SHARDED}"),
+        (VERL, f"{SHARDED_LOGPROBS} model_engine=megatron"),
         (VERL, f"{FUSED} {SHARDED[:-1]}1"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),

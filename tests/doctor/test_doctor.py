@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor_facts import RECORDED, answer, good, server, trainer
+from doctor_facts import RECORDED, answer, good
 from rich.console import Console
 
 from megatron_rc import schema
@@ -13,7 +13,7 @@ from megatron_rc.doctor import display
 from megatron_rc.doctor.registry import Check, Finding, Known, Registry, Undecided, error, warning, worst
 from megatron_rc.doctor.registry import good as fine
 from megatron_rc.doctor.server.examine import SGLANG
-from megatron_rc.doctor.server.facts import Facts, read_trainer
+from megatron_rc.doctor.server.facts import read_trainer
 
 
 def numbers() -> Registry[int]:
@@ -124,15 +124,6 @@ def test_no_token_of_a_prompt_or_an_answer_is_printed() -> None:
         for case in (facts, broken):
             findings = SGLANG.run(case)
             assert str(secret) not in display.to_json({"a": findings}) + printed(False, findings)
-
-
-def test_a_bad_server_is_told_from_a_good_one() -> None:
-    suited = trainer(RECORDED["bad_dense"]["model_config"], {"temperature": 0.7, "top_p": 0.9, "top_k": 64})
-    findings = {f.check: f.status for f in SGLANG.run(Facts(server("bad_dense"), suited))}
-    assert {name for name, status in findings.items() if status == "error"} == {
-        "temperature", "kept-ids", "sampling-defaults", "routes",
-    }  # fmt: skip
-    assert worst(SGLANG.run(good())) == "note"
 
 
 def test_the_trainer_is_read_from_its_yaml_with_its_longest_prompt(tmp_path: Path) -> None:

@@ -22,10 +22,8 @@ def run(host: str, tree: Path) -> tuple[int, list[str]]:
     [
         ("ppo_utils", f"def ppo_policy_loss({SKYRL}):\n    pass\n", 0, ": as expected"),
         ("ppo_utils", "def ppo_policy_loss(log_probs, batch):\n    pass\n", 1, "takes (log_probs, batch), but"),
-        (
-            "losses", "class Losses:\n    def ppo_policy_loss(self, batch): ...\n", 1,
-            "ppo_policy_loss: gone; skyrl/backends/skyrl_train/utils/losses.py:2 Losses.ppo_policy_loss(self, batch)",
-        ),
+        ("losses", "class Losses:\n    def ppo_policy_loss(self, batch): ...\n", 1,
+         "ppo_policy_loss: gone; skyrl/backends/skyrl_train/utils/losses.py:2 Losses.ppo_policy_loss(self, batch)"),
         ("ppo_utils", "", 1, "gone; nothing defines ppo_policy_loss"),
     ],
 )  # fmt: skip

@@ -28,10 +28,9 @@ from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 HOSTS = {name: KNOWN[name] for name in ("slime", "miles")}
 
 
-def written(folder: Path, host: Host, change: Callable[[str, str], str | None]) -> None:
-    """A source tree of stubs: every symbol of the host with its parameters as ``change`` leaves them."""
+def written(folder: Path, host: Host) -> None:
+    """A source tree of stubs: every symbol of the host with its parameters."""
     for symbol in host.symbols:
-        parameters = change(symbol.name, symbol.parameters)
         path = folder / Path(*symbol.module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         for parent in [*path.parents][: len(symbol.module.split(".")) - 1]:
@@ -39,46 +38,26 @@ def written(folder: Path, host: Host, change: Callable[[str, str], str | None]) 
         *classes, function = symbol.name.split(".")
         body = "".join(f"class {name}:\n    " for name in classes)
         with path.open("a") as file:
-            file.write("" if parameters is None else f"{body}def {function}({parameters}): ...\n")
+            file.write(f"{body}def {function}({symbol.parameters}): ...\n")
 
 
-@pytest.fixture
-def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.mark.parametrize("host", HOSTS)
+def test_patch_replaces_nothing_of_the_host_and_names_a_missing_symbol(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_host_that_looks_as_expected_has_no_problem(host: str, on_path: Path) -> None:
-    written(on_path, HOSTS[host], lambda name, parameters: parameters)
-    assert HOSTS[host].is_importable()
-    assert [found.problem for found in inspect_symbols(HOSTS[host])] == [None] * len(HOSTS[host].symbols)
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_missing_or_changed_symbol_is_named(host: str, on_path: Path) -> None:
-    written(on_path, HOSTS[host], lambda n, p: None if n == "load_function" else p.replace("args, batch", "batch"))
-    problems = [found.problem for found in inspect_symbols(HOSTS[host]) if found.problem]
-    assert any("misc.load_function is missing from" in problem for problem in problems)
-    changed = [p for p in problems if "policy_loss_function takes (batch, logits" in p]
-    assert len(changed) == 1 and "made for (args, batch, logits, sum_of_sample_mean)" in changed[0]
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_patch_replaces_nothing_of_the_host_and_names_a_missing_symbol(host: str, on_path: Path) -> None:
-    written(on_path, HOSTS[host], lambda name, parameters: parameters)
+    written(tmp_path, HOSTS[host])
     for _ in range(2):
         patched = patch(host, correction=RolloutCorrection())
         assert patched.recipe is not None and not patched.active
     assert not any(name.partition(".")[0] == host for name in sys.modules)
-    misc = on_path / host / "utils/misc.py"
-    misc.write_text("")
+    (tmp_path / host / "utils/misc.py").write_text("")
     with pytest.raises(ValueError, match=f"^{host} cannot be patched: {host}.utils.misc.load_function is missing"):
         patch(host, correction=RolloutCorrection())
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
+def test_patch_answers_with_a_recipe_wherever_it_is_called_which_is_no_context_of_a_patched_host(host: str) -> None:
     decay = LengthDecaySettings(decay_period=204)
     patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_rule=decay)
     assert patched.recipe is not None
@@ -88,11 +67,6 @@ def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
     report = patched.report()
     assert report.startswith(f"{host}, not patched") and all(one in report for one in patched.recipe.flags)
     assert yaml.safe_load(report.split("rc.yaml:\n")[1].split("and add to")[0]) == patched.recipe.config
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str) -> None:
-    patched = patch(host, correction=RolloutCorrection())
     with pytest.raises(ValueError, match=f"^{host} trains in processes of its own.*slime.enable"), patched:
         pytest.fail("the block ran")
 

@@ -21,7 +21,6 @@ from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import MismatchSettings
 
 EVERY_9 = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
-BY_LENGTH = {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9}}
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
 
 
@@ -45,8 +44,6 @@ def test_a_correction_is_a_preset_name_or_fields_over_a_preset() -> None:
     ("key", "sentence"),
     [
         (None, "^megatron_rc must be a mapping in the YAML file of --custom-config-path, got None$"),
-        ("icepop", "^megatron_rc must be a mapping in the YAML file"),
-        ({"corection": "icepop"}, "^unknown field 'megatron_rc.corection'; did you mean 'correction'"),
         ({"correction": "ice-pop"}, "^unknown preset 'ice-pop'; did you mean 'icepop'"),
         ({"correction": {"weight": {"uper": 3}}}, "^unknown field 'megatron_rc.correction.weight.uper'"),
         ({"lr_rule": {"rule": "mismatch", "floor": 2}}, "^megatron_rc.lr_rule: floor must be between 0 and 1"),
@@ -102,24 +99,16 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("hooks", "key", "changes"),
     [
-        (("tis",), TOKEN_TIS, {}),
         (("tis",), TOKEN_TIS, {"advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2}),
-        (("loss",), {"correction": "off-policy-sequence-mask"}, {"use_rollout_logprobs": True}),
-        (("loss",), {"correction": {"preset": "token-tis", "old": "current"}}, {}),
         (("loss", "pg_loss_reducer"), {**TOKEN_TIS, "aggregation": "seq-mean-token-sum"}, {}),
         (("rollout_data",), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
         (("rollout_data", "tis"), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
         (("rollout_data", "loss"), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}),
-        (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {}),
         (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {"release_train": True}),
         (("tis", "before_train_step"), EVERY_9, {"release_train": True}),
         (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "num_steps_per_rollout": 2}),
         (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "advantage_estimator": "gspo"}),
         (("tis",), TOKEN_TIS, {"true_on_policy_mode": True}),
-        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_rule": {"rule": "length_decay", "decay_period": None}}, {}),
-        (("before_train_step",), EVERY_9, {}),
-        (("rollout_data", "before_train_step"), {**TOKEN_TIS, "lr_rule": "mismatch"}, {}),
-        (("tis", "before_train_step"), {**TOKEN_TIS, **BY_LENGTH}, {}),
     ],
 )
 def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes: dict[str, Any]) -> None:

@@ -11,18 +11,16 @@ import torch
 from distributed import run_ranks
 from hosts.verl import own_head, own_logits, sources
 from hosts.verl.head_job import Answer, Case, answers, case, recorded, truth
-from hosts.verl.stand_in import CONFIG, module, patched
+from hosts.verl.stand_in import module, patched
 from hosts.verl.stand_in import stub as stub
 
 from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations.verl import head
-from megatron_rc.integrations.verl.refusals import refuse
 from megatron_rc.integrations.verl.settings import prepare, read
 
 SETTINGS = "{head: linear}"
 FUSED, ENGINE = "verl.models.mcore.model_forward_fused", "verl.workers.engine.megatron.transformer_impl"
 RECORDED = json.loads((sources.HERE / "head.json").read_text())
-MODEL = {"use_fused_kernels": True, "use_remove_padding": True, "mtp": {"enable": False}}
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """Largest relative distance of a gradient; that of log-probs is 2e-6 in both."""
 
@@ -118,31 +116,6 @@ def test_they_are_what_the_kernel_of_verl_answers_which_sums_no_gradient_without
                 torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5)
 
 
-def _config(**changes: Any) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(json.dumps(CONFIG))
-    config["actor_rollout_ref"]["model"] = {**MODEL, **changes}
-    return config
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"use_fused_kernels": False}, "use_fused_kernels must be True with head: linear"),
-        ({"use_remove_padding": False}, "use_remove_padding must be True with head: linear"),
-        ({"mtp": {"enable": True}}, "mtp.enable must be False with head: linear"),
-        ({}, "head: linear needs actor_rollout_ref.actor.strategy=megatron, got fsdp2"),
-    ],
-)
-def test_a_run_whose_workers_never_call_the_fused_kernel_is_refused(changes: dict[str, Any], sentence: str) -> None:
-    state = prepare(None, None, read(SETTINGS))
-    refuse(state, _config())
-    config = _config(**changes)
-    if not changes:
-        config["actor_rollout_ref"]["actor"]["strategy"] = "fsdp2"
-    with pytest.raises(ValueError, match=sentence):
-        refuse(state, config)
-
-
 def test_logits_cannot_be_both_there_and_not() -> None:
     with pytest.raises(ValueError, match="vocab_parallel_logprobs must be False with head: linear"):
         read("{head: linear, vocab_parallel_logprobs: true}")
@@ -196,11 +169,12 @@ def test_what_our_head_cannot_answer_is_refused(hidden: Any, labels: Any, reduct
         head.fused_output_processor(original, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
 
 
-def test_it_is_off_unless_it_is_set_and_patch_takes_it_too() -> None:
+def test_it_and_sharded_log_probs_are_off_unless_they_are_set_and_patch_takes_it_too() -> None:
     names = [(FUSED, name) for name in own_head.FUNCTIONS]
     with patched("{correction: none}"):
         assert not any(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)
         assert not hasattr(module(ENGINE).MegatronEngine._maybe_enable_fused_kernels, "__wrapped__")
+        assert not hasattr(module(ENGINE).MegatronEngineWithLMHead._lm_head_logits_processor, "__wrapped__")
     with patch("verl", correction=RolloutCorrection(), head="linear") as ours:
         assert all(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)
         assert "head: linear" in ours.report()

@@ -1,6 +1,5 @@
 """vocab_parallel_logprobs in verl's Megatron workers: against verl's own function on two tensor-parallel ranks."""
 
-import json
 import sys
 from functools import cache, partial
 from typing import Any
@@ -10,11 +9,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from hosts.verl import own_logits, sources
-from hosts.verl.stand_in import CONFIG, module, patched
+from hosts.verl.stand_in import module, patched
 from hosts.verl.stand_in import stub as stub
-
-from megatron_rc.integrations.verl.refusals import refuse
-from megatron_rc.integrations.verl.settings import prepare, read
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 SETTINGS = "{vocab_parallel_logprobs: true}"
@@ -96,24 +92,3 @@ def test_what_needs_the_softmax_of_all_ids_is_refused_by_name(asked: str) -> Non
         engine._lm_head_logits_processor(
             torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.ones(1, 1), calculate_entropy=False, **{**PLAIN, asked: True}
         )
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"actor": {"strategy": "fsdp2"}}, "vocab_parallel_logprobs needs actor_rollout_ref.actor.strategy=megatron"),
-        ({"model": {"use_fused_kernels": True}}, "use_fused_kernels must be False with vocab_parallel_logprobs"),
-    ],
-)
-def test_a_run_whose_workers_never_call_it_is_refused(changes: dict[str, Any], sentence: str) -> None:
-    settings, config = read(SETTINGS), json.loads(json.dumps(CONFIG))
-    state = prepare(None, None, settings)
-    refuse(state, config)
-    config["actor_rollout_ref"] |= changes
-    with pytest.raises(ValueError, match=sentence):
-        refuse(state, config)
-
-
-def test_it_is_off_unless_it_is_set() -> None:
-    with patched("{correction: none}"):
-        assert not hasattr(module(ENGINE).MegatronEngineWithLMHead._lm_head_logits_processor, "__wrapped__")

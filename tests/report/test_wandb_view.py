@@ -71,12 +71,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(request["variables"])
 
 
-def test_the_view_is_saved_in_the_project(saved: dict[str, Any]) -> None:
-    assert (saved["entityName"], saved["projectName"], saved["displayName"]) == ("team", "project", VIEW)
-    assert saved["type"] == "project-view"
-
-
-def test_the_view_has_every_panel_of_the_report_once_with_its_metrics(saved: dict[str, Any]) -> None:
+def test_the_view_in_the_project_has_every_panel_of_the_report_once_with_its_metrics(saved: dict[str, Any]) -> None:
+    found = [saved[name] for name in ("entityName", "projectName", "displayName", "type")]
+    assert found == ["team", "project", VIEW, "project-view"]
     sections = json.loads(saved["spec"])["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == ["Reinforcement learning", "Expert shift", "Warm-up"]
     drawn = [panel["config"] for section in sections for panel in section["panels"]]

@@ -30,60 +30,40 @@ def _corrected(module: str, name: str, parameters: str, ours: str, summary: str)
 
 
 SYMBOLS = (
-    Symbol(
-        TRAINING, "setup_model_and_optimizer",
+    Symbol(TRAINING, "setup_model_and_optimizer",
         "model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None",
         replaced_by(f"{OURS}.session", "setup_model_and_optimizer"),
-        "refuses flags under which rollouts cannot be corrected, before the model is built",
-    ),
+        "refuses flags under which rollouts cannot be corrected, before the model is built"),
     ATTACHES_RULE,
-    _corrected(
-        TRAINING, "train_step",
+    _corrected(TRAINING, "train_step",
         "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
         "iteration=None, pg_collection=None, p2p_communicator=None",
-        "loss", "one denominator for all tokens of the step; metrics in the host's log",
-    ),
-    _corrected(
-        RL, "get_logprobs",
+        "loss", "one denominator for all tokens of the step; metrics in the host's log"),
+    _corrected(RL, "get_logprobs",
         "model, tokens, position_ids, no_grad=False, sequence_packing=False, packed_seq_params=None",
-        "logprobs", "logits stay sharded over tensor-parallel ranks",
-    ),
-    _corrected(
-        RL, "selective_log_softmax", "logits, index",
-        "logprobs", "vocabulary-parallel log-probs in fp32, at the sampling temperature",
-    ),
-    _corrected(
-        RL, "compute_logprobs_batch",
+        "logprobs", "logits stay sharded over tensor-parallel ranks"),
+    _corrected(RL, "selective_log_softmax", "logits, index",
+        "logprobs", "vocabulary-parallel log-probs in fp32, at the sampling temperature"),
+    _corrected(RL, "compute_logprobs_batch",
         "model, data_loader, forward_backward_func, packing_context, trajs_batch_size, seq_length, "
         "logprobs_batch_size, decoder_seq_length, dtype, pp_group, is_correction, collect_non_loss_data=False",
-        "logprobs", "log-probs before the update in fp32",
-    ),
-    Symbol(
-        RL, "prepare_data_for_update",
+        "logprobs", "log-probs before the update in fp32"),
+    Symbol(RL, "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
         replaced_by(f"{OURS}.rollouts", "prepare_data_for_update"),
-        "corrects the whole rollout batch once; steps the rule of the learning rate with what it measured",
-    ),
-    _corrected(
-        RL, "calculate_grpo_loss",
+        "corrects the whole rollout batch once; steps the rule of the learning rate with what it measured"),
+    _corrected(RL, "calculate_grpo_loss",
         "current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, "
         "entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None, seq_lengths=None",
-        "loss", "weights and mask of the correction on the policy-gradient term",
-    ),
-    _corrected(
-        RL, "align_unpacked_inference_logprobs",
-        "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats", "rollouts", _MARKS_MISSING,
-    ),
+        "loss", "weights and mask of the correction on the policy-gradient term"),
+    _corrected(RL, "align_unpacked_inference_logprobs",
+        "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats", "rollouts", _MARKS_MISSING),
     _corrected(RL, "_pad_nonnull_with_zeros", "data, max_len", "rollouts", _MARKS_MISSING),
-    _corrected(
-        PACKING, "pack_inference_logprobs",
-        "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING,
-    ),
-    Symbol(
-        PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
+    _corrected(PACKING, "pack_inference_logprobs",
+        "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING),
+    Symbol(PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
         replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head.linear),
-        "names the rows of a bin that have a loss: the head computes no others",
-    ),
+        "names the rows of a bin that have a loss: the head computes no others"),
 )  # fmt: skip
 
 DIFFERENCES = (

@@ -32,42 +32,28 @@ def _called(module: str, name: str, parameters: str, summary: str) -> Symbol:
 
 
 SYMBOLS = (
-    Symbol(
-        GRPO, "setup", f"{_SETUP}, policy_factory=None", replaced_by(f"{OURS}.driver", "setup"),
-        "refuses what cannot be honoured, and builds the policy whose `train` corrects every rollout",
-    ),
-    Symbol(
-        "nemo_rl.algorithms.ppo", "setup", _SETUP, replaced_by(f"{OURS}.refusals", "refuse_trainer"),
-        "refuses run_ppo.py, whose rollouts are not corrected",
-    ),
-    Symbol(
-        "nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller",
+    Symbol(GRPO, "setup", f"{_SETUP}, policy_factory=None", replaced_by(f"{OURS}.driver", "setup"),
+        "refuses what cannot be honoured, and builds the policy whose `train` corrects every rollout"),
+    Symbol("nemo_rl.algorithms.ppo", "setup", _SETUP, replaced_by(f"{OURS}.refusals", "refuse_trainer"),
+        "refuses run_ppo.py, whose rollouts are not corrected"),
+    Symbol("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller",
         "master_config, tokenizer, *, processor=None, partition_id='rollout_data'",
         replaced_by(f"{OURS}.refusals", "refuse_trainer"),
-        "refuses run_grpo_single_controller.py, whose rollouts are never whole on one process",
-    ),
-    _called(
-        POLICY, "Policy.__init__",
+        "refuses run_grpo_single_controller.py, whose rollouts are never whole on one process"),
+    _called(POLICY, "Policy.__init__",
         "self, cluster, config, tokenizer, name_prefix='lm_policy', workers_per_node=None, init_optimizer=True, "
         "weights_path=None, optimizer_path=None, init_reference_model=True, processor=None, "
         "worker_extension_cls_fqn=None, skip_weight_load=False",
-        "the policy that ours extends",
-    ),
-    _called(
-        POLICY, "Policy.train",
+        "the policy that ours extends"),
+    _called(POLICY, "Policy.train",
         "self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None, check_dim_skip_keys=None",
-        "called with weighted advantages",
-    ),
-    _called(
-        POLICY, "Policy.run_all_workers_single_data", "self, method_name, *args, **kwargs",
-        "tells the workers what the rule of the learning rate reads",
-    ),
-    _called(
-        WORKER, "MegatronPolicyWorkerImpl.__init__",
+        "called with weighted advantages"),
+    _called(POLICY, "Policy.run_all_workers_single_data", "self, method_name, *args, **kwargs",
+        "tells the workers what the rule of the learning rate reads"),
+    _called(WORKER, "MegatronPolicyWorkerImpl.__init__",
         "self, config, tokenizer, weights_path=None, optimizer_path=None, init_optimizer=True, "
         "init_reference_model=True, *, worker_sharding_annotations, skip_weight_load=False, **kwargs",
-        "the worker that ours extends with the rule of the learning rate",
-    ),
+        "the worker that ours extends with the rule of the learning rate"),
 )  # fmt: skip
 
 HOST = Host(

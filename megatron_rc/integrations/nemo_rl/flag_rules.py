@@ -30,88 +30,62 @@ _PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc
 
 RULES = (
     *sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode"),
-    FlagRule(
-        "fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
+    FlagRule("fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
         "rollouts are FP8 and use_importance_sampling_correction is off: NeMo-RL refuses to start",
-        f"Set {_CORRECTION}=true.", good="rollouts are not FP8, or corrected",
-    ),
-    FlagRule(
-        "fp8-rollouts",
+        f"Set {_CORRECTION}=true.", good="rollouts are not FP8, or corrected"),
+    FlagRule("fp8-rollouts",
         lambda args: _is_fp8(args) and args[_TRUNCATION] is None,
         "rollouts are FP8 and nothing bounds their importance weights",
         f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
-        made_by="unpatched runs",
-    ),
-    *checkpoint_rules(
-        _MODEL,
+        made_by="unpatched runs"),
+    *checkpoint_rules(_MODEL,
         quantize=f"quantise rollouts with {_VLLM}.precision=fp8",
         replays=lambda args: bool(args[_REPLAY]),
-        replay=f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM.",
-    ),
-    FlagRule(
-        "asynchronous-rollouts", lambda args: args["grpo.async_grpo.enabled"] and not args[_CORRECTION],
+        replay=f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM."),
+    FlagRule("asynchronous-rollouts", lambda args: args["grpo.async_grpo.enabled"] and not args[_CORRECTION],
         "asynchronous GRPO runs only with use_importance_sampling_correction: NeMo-RL refuses to start",
-        f"Set {_CORRECTION}=true.", good="rollouts come from the current weights, or are corrected",
-    ),
-    FlagRule(
-        "asynchronous-rollouts",
+        f"Set {_CORRECTION}=true.", good="rollouts come from the current weights, or are corrected"),
+    FlagRule("asynchronous-rollouts",
         lambda args: args["grpo.async_grpo.enabled"] and args[_TRUNCATION] is None,
         "rollouts come from older weights and nothing bounds their importance weights",
         f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
-        made_by="unpatched runs",
-    ),
-    FlagRule(
-        "trajectory-age",
+        made_by="unpatched runs"),
+    FlagRule("trajectory-age",
         lambda args: args["grpo.async_grpo.enabled"] and args["grpo.async_grpo.max_trajectory_age_steps"] > 1
         and not args["grpo.async_grpo.in_flight_weight_updates"],
         "rollouts may be {args[grpo.async_grpo.max_trajectory_age_steps]} steps old, and engines take no new weights "
         "while they generate",
         "Set grpo.async_grpo.in_flight_weight_updates=true, or max_trajectory_age_steps=1.",
-        good="rollouts are at most one step old, or engines take new weights as they generate", severity="note",
-    ),
-    FlagRule(
-        "router-dtype",
+        good="rollouts are at most one step old, or engines take new weights as they generate", severity="note"),
+    FlagRule("router-dtype",
         lambda args: read_checkpoint(args[_MODEL]).is_moe and args["policy.megatron_cfg.enabled"]
         and args["policy.megatron_cfg.moe_router_dtype"] in (None, "none", "None"),
         "router logits in the model's precision have ties, which every engine breaks in its own way",
         "Set policy.megatron_cfg.moe_router_dtype=fp32.", good="router logits are fp32 or more, or the model is dense",
-        severity="warning",
-    ),
-    FlagRule(
-        "sequence-weights",
+        severity="warning"),
+    FlagRule("sequence-weights",
         lambda args: args["loss_fn.sequence_level_importance_ratios"] and args[_CORRECTION],
         "with sequence_level_importance_ratios the host's weight is exp(sum of log-ratios) of the sequence, which is "
         "far from 1 for long responses",
         f"Set {_CORRECTION}=false and {_PATCH.replace('token-tis', 'geo-mask')}.",
-        good="no weight is a product over a sequence", severity="warning", made_by="unpatched runs",
-    ),
-    FlagRule(
-        "ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
+        good="no weight is a product over a sequence", severity="warning", made_by="unpatched runs"),
+    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
         "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
-        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist", made_by="patched runs",
-    ),
-    FlagRule(
-        "ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
+        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist", made_by="patched runs"),
+    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
         "force_on_policy_ratio sets the ratio to 1 and leaves out the log-probs before the update, so the gap to the "
         "sampler is not measured",
-        "Set loss_fn.force_on_policy_ratio=false.", severity="note", made_by="unpatched runs",
-    ),
-    FlagRule(
-        "data-plane", lambda args: args["data_plane.enabled"],
+        "Set loss_fn.force_on_policy_ratio=false.", severity="note", made_by="unpatched runs"),
+    FlagRule("data-plane", lambda args: args["data_plane.enabled"],
         "with the data plane no rollout is on the process that runs the script, where it is corrected",
         "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script",
-        made_by="patched runs",
-    ),
-    FlagRule(
-        "two-corrections", lambda args: args[_TRUNCATION] is not None,
+        made_by="patched runs"),
+    FlagRule("two-corrections", lambda args: args[_TRUNCATION] is not None,
         f"{_TRUNCATION}={{args[{_TRUNCATION}]}} would correct the same gap twice, and the run stops",
-        f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs",
-    ),
-    FlagRule(
-        "two-corrections",
+        f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs"),
+    FlagRule("two-corrections",
         lambda args: args[_CORRECTION] and not args["grpo.async_grpo.enabled"] and args[f"{_VLLM}.precision"] != "fp8",
         f"{_CORRECTION} counts pi / mu a second time, and the run stops",
-        f"Set {_CORRECTION}=false.", made_by="patched runs",
-    ),
+        f"Set {_CORRECTION}=false.", made_by="patched runs"),
 )  # fmt: skip
 """Read at commit 7ea279abfbeb."""

@@ -5,13 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import (
-    MEGATRON_DEFAULTS,
-    ROUTER_FUSION,
-    FlagRule,
-    refuse,
-    uncorrected_rules,
-)
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, ROUTER_FUSION, FlagRule, refuse, uncorrected_rules
 from megatron_rc.integrations.hf_checkpoint import read_checkpoint
 from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.family import MILES, SLIME, Member
@@ -78,70 +72,50 @@ def _is_async(args: Any) -> bool:
 
 OWN_RULES = (
     *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
-    FlagRule(
-        "moe-replay",
+    FlagRule("moe-replay",
         lambda args: (args.num_experts is not None or read_checkpoint(args.hf_checkpoint).is_moe)
         and not args.use_rollout_routing_replay,
         "the model is a mixture of experts, and trainer and engine choose experts by themselves",
         "Add --use-rollout-routing-replay.", good="routes are replayed, or nothing says that the model has experts",
-        severity="warning",
-    ),
-    FlagRule(
-        "router-fusion",
+        severity="warning"),
+    FlagRule("router-fusion",
         lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
-        ROUTER_FUSION.problem, ROUTER_FUSION.fix,
-    ),
-    FlagRule(
-        "ratio-counted-twice",
+        ROUTER_FUSION.problem, ROUTER_FUSION.fix),
+    FlagRule("ratio-counted-twice",
         lambda args: args.use_rollout_logprobs and args.use_tis and not _only_drops(args),
         "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
-        "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once",
-    ),
-    FlagRule(
-        "temperature", lambda args: args.rollout_temperature <= 0,
+        "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once"),
+    FlagRule("temperature", lambda args: args.rollout_temperature <= 0,
         "a greedy sampler has no log-prob that the trainer's could be compared with",
-        "Set --rollout-temperature above 0.", good="the trainer divides its logits by the sampler's temperature",
-    ),
+        "Set --rollout-temperature above 0.", good="the trainer divides its logits by the sampler's temperature"),
     TOP_K,
-    FlagRule(
-        "tis-function",
+    FlagRule("tis-function",
         lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
-        "it is never called, so nothing is corrected", "Add --use-tis.", good="it is called, or none is given",
-    ),
-    FlagRule(
-        "tis-function", lambda args: args.custom_tis_function_path and not args.use_tis,
+        "it is never called, so nothing is corrected", "Add --use-tis.", good="it is called, or none is given"),
+    FlagRule("tis-function", lambda args: args.custom_tis_function_path and not args.use_tis,
         "--get-mismatch-metrics calls it for its metrics alone", "Add --use-tis if it shall act on the loss.",
-        severity="note",
-    ),
-    FlagRule(
-        "loss-function",
+        severity="note"),
+    FlagRule("loss-function",
         # the host gives value_loss to a critic, whose loss is its own
         lambda args: args.custom_loss_function_path and args.loss_type not in ("custom_loss", "value_loss"),
         "it is never called with --loss-type {args.loss_type}",
-        "Add --loss-type custom_loss.", good="it is called, or none is given",
-    ),
-    FlagRule(
-        "batch-normalised-weights", lambda args: args.tis_batch_normalize,
+        "Add --loss-type custom_loss.", good="it is called, or none is given"),
+    FlagRule("batch-normalised-weights", lambda args: args.tis_batch_normalize,
         "weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
         f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {flag('rollout_data')}.",
-        good="no weight depends on how the batch was cut", severity="warning",
-    ),
-    FlagRule(
-        "entropy-of-the-dump",
+        good="no weight depends on how the batch was cut", severity="warning"),
+    FlagRule("entropy-of-the-dump",
         lambda args: dumps_train_data(args)
         and not args.use_rollout_entropy
         and not any(names(args, hook) for hook in ("check", "enable")),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
         f"Add {flag('enable')} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
-        good="a dump of train data holds the entropy of the policy, or none is written", severity="note",
-    ),
-    FlagRule(
-        "entropy-of-the-dump",
+        good="a dump of train data holds the entropy of the policy, or none is written", severity="note"),
+    FlagRule("entropy-of-the-dump",
         lambda args: dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
         "the host computes the entropy of the whole vocabulary, and the log-probs of the kept ids, so an analysis "
         "takes an honest sampler for one that hides its top-p",
-        "Drop --use-rollout-entropy.", severity="warning",
-    ),
+        "Drop --use-rollout-entropy.", severity="warning"),
 )  # fmt: skip
 
 
@@ -166,47 +140,31 @@ def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
         return rule.mistake(run) if _is_named(hook, run) else None
 
     return (
-        FlagRule(
-            "hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",
+        FlagRule("hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",
             f"Change {KEY} in the YAML file of --custom-config-path.",
-            good="no hook is named, or its settings can be read",
-        ),
+            good="no hook is named, or its settings can be read"),
         *(
-            replace(
-                rule, wrong=partial(mistake, hook, rule), problem="{found}",
-                good=rule.good or "no hook that is named makes this mistake",
-            )
+            replace(rule, wrong=partial(mistake, hook, rule), problem="{found}",
+                good=rule.good or "no hook that is named makes this mistake")
             for hook, rules in HOOK_RULES.items() for rule in rules
         ),
     )  # fmt: skip
 
 
-_KEY_WITHOUT_HOOK = FlagRule(
-    "key-without-hook",
+_KEY_WITHOUT_HOOK = FlagRule("key-without-hook",
     lambda args: getattr(args, KEY, None) is not None and not any(names(args, hook) for hook in HOOKS),
     f"the YAML file of --custom-config-path has the key {KEY}, and no hook that reads it is named, so nothing is "
     "corrected",
-    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
-)  # fmt: skip
+    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given")  # fmt: skip
 SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
 
-MILES_TOP_P = FlagRule(
-    "top-p-top-k", lambda args: args.rollout_top_p != 1,
+MILES_TOP_P = FlagRule("top-p-top-k", lambda args: args.rollout_top_p != 1,
     "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
-    "Drop --rollout-top-p.",
-)  # fmt: skip
-MILES_ROLLOUT_DATA = FlagRule(
-    "rollout-data-on-miles", lambda args: names(args, "rollout_data"),
+    "Drop --rollout-top-p.")  # fmt: skip
+MILES_ROLLOUT_DATA = FlagRule("rollout-data-on-miles", lambda args: names(args, "rollout_data"),
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
-    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
-)  # fmt: skip
-MILES_RULES = (
-    *OWN_RULES,
-    _KEY_WITHOUT_HOOK,
-    *_rules_of_named_hooks(MILES),
-    MILES_TOP_P,
-    MILES_ROLLOUT_DATA,
-)
+    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named")  # fmt: skip
+MILES_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_TOP_P, MILES_ROLLOUT_DATA)
 
 
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:

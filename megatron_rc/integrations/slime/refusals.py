@@ -7,14 +7,7 @@ from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
-from megatron_rc.integrations.slime.settings import (
-    ROUTE_SHIFT,
-    SlimeSettings,
-    flag,
-    in_advantages,
-    names,
-    read,
-)
+from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, SlimeSettings, flag, in_advantages, names, read
 from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
@@ -81,12 +74,10 @@ def _leaves_log_probs_out(args: Any) -> bool:
     return _steps_per_rollout(args) == 1 and reused and not any(needs_them)
 
 
-TOP_K = FlagRule(
-    "top-p-top-k", lambda args: args.rollout_top_k not in (None, -1, 0),
+TOP_K = FlagRule("top-p-top-k", lambda args: args.rollout_top_k not in (None, -1, 0),
     "--rollout-top-k must be -1, got {args.rollout_top_k}: no kept ids are recorded for it, so pi and mu would be "
     "normalised over different sets",
-    "Drop --rollout-top-k.", good="sampler and trainer have log-probs over the same ids",
-)  # fmt: skip
+    "Drop --rollout-top-k.", good="sampler and trainer have log-probs over the same ids")  # fmt: skip
 _ALWAYS = (
     FlagRule("hook-train-backend", lambda args: args.train_backend != "megatron",
         "--train-backend must be megatron, got {args.train_backend}", "Set --train-backend megatron."),

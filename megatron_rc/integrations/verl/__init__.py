@@ -40,76 +40,52 @@ def _without_logits(session: Any) -> bool:
 
 
 SYMBOLS = (
-    Symbol(
-        "verl.utils.config", "validate_config", "config, use_reference_policy, use_critic",
+    Symbol("verl.utils.config", "validate_config", "config, use_reference_policy, use_critic",
         replaced_by(f"{OURS}.refusals", "validate_config"),
-        "refuses, before Ray starts, what cannot be honoured, and prints what is corrected",
-    ),
-    Symbol(
-        "verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", "config=None",
+        "refuses, before Ray starts, what cannot be honoured, and prints what is corrected"),
+    Symbol("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", "config=None",
         replaced_by(f"{OURS}.settings", "get_ppo_ray_runtime_env"),
-        "hands the settings on to every Ray process of the run",
-    ),
-    Symbol(
-        "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch",
+        "hands the settings on to every Ray process of the run"),
+    Symbol("verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch",
         "batch, rollout_corr_config",
         replaced_by(f"{OURS}.driver", "correct_rollout", when=lambda session: session.corrects),
-        "corrects the whole rollout once, on the trainer process",
-    ),
-    Symbol(
-        "verl.trainer.ppo.core_algos", "get_policy_loss_fn", "name",
+        "corrects the whole rollout once, on the trainer process"),
+    Symbol("verl.trainer.ppo.core_algos", "get_policy_loss_fn", "name",
         replaced_by(f"{OURS}.policy_loss", "get_policy_loss_fn", when=lambda session: session.corrects),
-        "knows loss_mode=megatron_rc",
-    ),
-    Symbol(
-        V1, "PPOTrainer._update_actor", "self, batch, metrics",
+        "knows loss_mode=megatron_rc"),
+    Symbol(V1, "PPOTrainer._update_actor", "self, batch, metrics",
         replaced_by(f"{OURS}.driver", "update_actor_v1", when=lambda session: session.watches_update),
-        "takes rejected tokens out of the update for denominator kept; proves that the workers step the learning rate",
-    ),
-    Symbol(
-        V0, "RayPPOTrainer._update_actor", "self, batch",
+        "takes rejected tokens out of the update for denominator kept; proves that the workers step the learning rate"),
+    Symbol(V0, "RayPPOTrainer._update_actor", "self, batch",
         replaced_by(f"{OURS}.driver", "update_actor_v0", when=lambda session: session.watches_update),
-        "the same for trainer.use_v1=False",
-    ),
-    Symbol(
-        "verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "self, data",
+        "the same for trainer.use_v1=False"),
+    Symbol("verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "self, data",
         replaced_by(f"{OURS}.worker", "train_mini_batch", when=lambda session: session.in_workers),
-        "steps the rule of the learning rate before an update; pools the metrics of the loss after it",
-    ),
-    Symbol(
-        "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._build_lr_scheduler", "self",
+        "steps the rule of the learning rate before an update; pools the metrics of the loss after it"),
+    Symbol("verl.workers.engine.megatron.transformer_impl", "MegatronEngine._build_lr_scheduler", "self",
         replaced_by(f"{OURS}.worker", "build_lr_scheduler", when=lambda session: session.lr_rule is not None),
-        "attaches the rule of the learning rate and keeps its state in the checkpoint",
-    ),
-    Symbol(
-        "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead._lm_head_logits_processor",
+        "attaches the rule of the learning rate and keeps its state in the checkpoint"),
+    Symbol("verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead._lm_head_logits_processor",
         "self, logits, label, temperature, *, calculate_sum_pi_squared, calculate_entropy, distillation_use_topk, "
         "distillation_only, logits_processor_func, batch, data_format",
         replaced_by(
             f"{OURS}.logprobs", "lm_head_logits_processor",
             when=lambda session: session.settings.vocab_parallel_logprobs,
         ),
-        "computes log-probs and entropy with one tensor-parallel collective",
-    ),
-    Symbol(
-        "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
+        "computes log-probs and entropy with one tensor-parallel collective"),
+    Symbol("verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
         replaced_by(f"{OURS}.head", "enable_fused_kernels", when=_without_logits),
-        "refuses models and settings whose log-probs would not come from the fused head",
-    ),
-    Symbol(
-        FUSED, "fused_output_processor",
+        "refuses models and settings whose log-probs would not come from the fused head"),
+    Symbol(FUSED, "fused_output_processor",
         "*, hidden_states, output_layer, output_weight, labels, context, config, **_ignored",
         replaced_by(f"{OURS}.head", "fused_output_processor", when=_without_logits),
-        "computes log-probs and entropy of hidden states, a chunk of tokens at a time",
-    ),
-    Symbol(
-        FUSED, "_fused_GPTModel_forward",
+        "computes log-probs and entropy of hidden states, a chunk of tokens at a time"),
+    Symbol(FUSED, "_fused_GPTModel_forward",
         "model, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
         "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
         "loss_mask=None, temperature=1.0, padding_mask=None, **kwargs",
         replaced_by(f"{OURS}.head", "fused_forward", when=_without_logits),
-        "the same for a GPTModel without an output processor",
-    ),
+        "the same for a GPTModel without an output processor"),
 )  # fmt: skip
 
 HOST = Host(

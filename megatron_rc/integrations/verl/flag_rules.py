@@ -108,109 +108,75 @@ def _is_megatron(args: Any) -> bool:
 
 
 RULES = (
-    FlagRule(
-        "rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
+    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
         "the engine returns no log-probs, so the gap is neither measured nor corrected",
-        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled",
-    ),
+        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
     *sampler_rules(f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.logprobs_mode"),
-    FlagRule(
-        "top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
+    FlagRule("top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
         "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
         "biased on every token",
-        f"Set {_ROLLOUT}.top_p=1 and {_ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary",
-    ),
-    FlagRule(
-        "correction-section", lambda args: args[_CORRECTION] is None,
+        f"Set {_ROLLOUT}.top_p=1 and {_ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary"),
+    FlagRule("correction-section", lambda args: args[_CORRECTION] is None,
         f"{_CORRECTION}=null: verl then never calls a correction, nor measures the gap",
-        f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout",
-    ),
-    FlagRule(
-        "megatron-rc-settings", _refusal, "{found}",
-        "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set",
-    ),
-    FlagRule(
-        "fused-head-gradient",
+        f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
+    FlagRule("megatron-rc-settings", _refusal, "{found}",
+        "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set"),
+    FlagRule("fused-head-gradient",
         lambda args: _is_megatron(args) and args[_FUSED] and args[_SHARDS] > 1 and not args[_SPLITS_ROWS]
         and not _has_our_head(args),
         "the fused kernel gives each tensor-parallel rank its own part of the gradient of hidden states, and without "
         "sequence parallelism nothing adds the parts up",
         f"Set {_SPLITS_ROWS}=True, or head: linear in {_VARIABLE}.",
-        good="the gradient of hidden states is that of the whole vocabulary",
-    ),
-    FlagRule(
-        "bypass-reaches-workers",
+        good="the gradient of hidden states is that of the whole vocabulary"),
+    FlagRule("bypass-reaches-workers",
         lambda args: _is_bypass(args) and not _is_ours(args) and not args["trainer.use_v1"]
         and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
         "bypass_mode edits the configuration of the trainer process after the workers have theirs, so loss_type and "
         "rollout_rs never act (verl issues 4912 and 4272)",
         f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False.",
-        good="no setting of the bypass mode is lost on its way to the workers",
-    ),
-    FlagRule(
-        "bypass-reaches-workers",
+        good="no setting of the bypass mode is lost on its way to the workers"),
+    FlagRule("bypass-reaches-workers",
         lambda args: args[f"{_CORRECTION}.bypass_mode"] and not _is_ours(args) and args["trainer.use_v1"]
         and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
         "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
-        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False.",
-    ),
-    FlagRule(
-        "loss-mode", lambda args: args[_LOSS] == "megatron_rc" and not _is_ours(args),
+        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False."),
+    FlagRule("loss-mode", lambda args: args[_LOSS] == "megatron_rc" and not _is_ours(args),
         f"loss_mode=megatron_rc is known to a run with {_VARIABLE} alone",
-        f"Export {_VARIABLE} before verl starts, or set {_LOSS}=vanilla.", good="the loss exists",
-    ),
-    FlagRule(
-        "loss-mode", lambda args: args[_LOSS] == "geo_mean" and _corrects(args),
+        f"Export {_VARIABLE} before verl starts, or set {_LOSS}=vanilla.", good="the loss exists"),
+    FlagRule("loss-mode", lambda args: args[_LOSS] == "geo_mean" and _corrects(args),
         "geo_mean takes log(weight + 1e-10), so one rejected token shrinks the weight of its whole sequence",
-        f"Set {_LOSS}=gspo, or correct nothing.",
-    ),
-    FlagRule(
-        "k1-bounds",
+        f"Set {_LOSS}=gspo, or correct nothing."),
+    FlagRule("k1-bounds",
         lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and "k1" in str(args[f"{_CORRECTION}.rollout_rs"])
         and "_" in str(args[f"{_CORRECTION}.rollout_rs_threshold"]),
         "verl's bounds on k1 are bounds on mu / pi, the inverse of the ratio that its weights bound",
         f"Set {_CORRECTION}.rollout_rs_threshold to 1/upper_1/lower.", good="no asymmetric bound on k1 is given",
-        severity="note",
-    ),
-    FlagRule(
-        "rejection-denominator",
+        severity="note"),
+    FlagRule("rejection-denominator",
         lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and not args["trainer.use_v1"],
         "trainer.use_v1=False divides by the kept tokens alone, so the step grows by 1 / (1 - rejected)",
         f"Set trainer.use_v1=True, or correct with {_VARIABLE}, whose denominator counts rejected tokens.",
-        good="rejected tokens stay in the denominator, or none are rejected", severity="warning",
-    ),
-    *uncorrected_rules(
-        _is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
-        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
-    ),
-    *checkpoint_rules(
-        _MODEL,
+        good="rejected tokens stay in the denominator, or none are rejected", severity="warning"),
+    *uncorrected_rules(_is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
+        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'."),
+    *checkpoint_rules(_MODEL,
         quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
         replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
-        replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
-    ),
-    FlagRule(
-        "two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
+        replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True."),
+    FlagRule("two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
         f"Set {_VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {_LOSS}=megatron_rc.",
-        good="the old policy is the trainer's own, or the ratio to the sampler is bounded", severity="note",
-    ),
-    FlagRule(
-        "moe-replay", lambda args: args[_REPLAY] == "R3" and not args[_RETURNS_ROUTES],
+        good="the old policy is the trainer's own, or the ratio to the sampler is bounded", severity="note"),
+    FlagRule("moe-replay", lambda args: args[_REPLAY] == "R3" and not args[_RETURNS_ROUTES],
         "router_replay.mode=R3 replays the engine's routes, which the engine does not return",
-        f"Set {_RETURNS_ROUTES}=True.",
-    ),
-    FlagRule(
-        "moe-replay", lambda args: args[_RETURNS_ROUTES] and "R3" not in (args[_REPLAY], args[_VEOMNI_REPLAY]),
+        f"Set {_RETURNS_ROUTES}=True."),
+    FlagRule("moe-replay", lambda args: args[_RETURNS_ROUTES] and "R3" not in (args[_REPLAY], args[_VEOMNI_REPLAY]),
         f"{_RETURNS_ROUTES} returns routes that router_replay.mode does not replay",
-        f"Set {_REPLAY}=R3, or {_RETURNS_ROUTES}=False.",
-    ),
-    FlagRule(
-        "dtypes",
+        f"Set {_REPLAY}=R3, or {_RETURNS_ROUTES}=False."),
+    FlagRule("dtypes",
         lambda args: _is_megatron(args) and args[f"{_ROLLOUT}.dtype"] != args[f"{_ACTOR}.megatron.dtype"],
         f"the engine computes in {{args[{_ROLLOUT}.dtype]}} and the trainer in {{args[{_ACTOR}.megatron.dtype]}}",
         f"Give {_ROLLOUT}.dtype and {_ACTOR}.megatron.dtype one value.",
-        good="engine and trainer compute in one precision", severity="warning",
-    ),
+        good="engine and trainer compute in one precision", severity="warning"),
 )  # fmt: skip
 """Read at commit 1dda039b9c63."""

@@ -38,15 +38,12 @@ def test_a_suitable_server_passes(name: str) -> None:
         ("exposure", flags(host="::1"), "own machine only"),
         ("answer-accepted", refused_probe("truncated"), "would train on it"),
         ("weight-version", info(weight_version="17"), "'17'"),
+        ("determinism", flags(enable_deterministic_inference=True), "do not depend on the batch"),
     ],
 )  # fmt: skip
 def test_what_is_harmless_passes(name: str, change: doctor_facts.Change, found: str) -> None:
     seen = finding(name, change(good()))
     assert seen.status == "good" and found in seen.found
-
-
-def test_a_deterministic_server_passes_too() -> None:
-    assert finding("determinism", flags(enable_deterministic_inference=True)(good())).status == "good"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,4 @@ def test_without_a_trainer_only_what_the_server_alone_shows_is_judged() -> None:
         "weight-version": "warning",
         "exposure": "warning",
     }
-
-
-def test_a_layout_is_noted_without_a_trainer_too() -> None:
     assert finding("parallel-layout", Facts(flags(tp_size=4)(good()).server)).status == "note"

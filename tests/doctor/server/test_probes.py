@@ -88,12 +88,14 @@ def scores(**other: Logprobs) -> Scores:
     return Scores(**fields, sequences=16, asked_temperature=0.7, warm_trainer={0.7: at, 1.0: at * 0.7})
 
 
-def test_what_the_batch_alone_shifts_is_no_fault_of_the_trainer() -> None:
+def test_what_the_batch_of_the_server_or_of_the_trainer_alone_shifts_is_no_fault_of_the_trainer() -> None:
     at, noise = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
     assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "warning"
     shifted = scores(trainer=at + noise, together=at + noise[::-1] / 2)
     assert PROBES["triangle"].run(shifted).status == "good"
     assert PROBES["self-shift"].run(shifted).status == "good"
+    shifted = scores(trainer=at + noise, trainer_together=at + noise + noise[::-1] / 2)
+    assert PROBES["triangle"].run(shifted).status == "good"
 
 
 def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
@@ -116,24 +118,15 @@ def test_a_side_whose_log_probs_depend_on_the_batch_is_named_alone(
     assert both == dict.fromkeys(both, "good") | {check: status}
 
 
-def test_what_the_micro_batch_of_the_trainer_shifts_is_no_gap_to_the_server() -> None:
-    at, noise = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
-    shifted = scores(trainer=at + noise, trainer_together=at + noise + noise[::-1] / 2)
-    assert PROBES["triangle"].run(shifted).status == "good"
-
-
 def test_a_trainer_that_computes_nan_is_the_guilty_side() -> None:
     found = PROBES["triangle"].run(scores(trainer=np.full(1024, np.nan)))
     assert found.status == "error" and "1024 of 1024" in found.found
 
 
-def test_a_server_that_ignores_the_temperature_is_found_by_the_sweep() -> None:
+def test_a_server_that_ignores_the_temperature_is_found_by_the_sweep_which_says_nothing_of_other_gaps() -> None:
     found = PROBES["temperature-sweep"].run(scores(warm=scores().decode * 0.7))
     assert found.status == "error" and "temperature 0.7" in found.found and "about 1 " in found.found
     assert PROBES["temperature-sweep"].run(scores()).status == "good"
-
-
-def test_a_gap_that_no_temperature_explains_leaves_the_sweep_undecided() -> None:
     noise = np.random.default_rng(3).normal(0, 3, 1024)
     found = PROBES["temperature-sweep"].run(scores(warm=scores().decode * 0.7 + noise))
     assert (found.status, found.decided) == ("note", False)
