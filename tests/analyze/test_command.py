@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from host_batches import HOST_DUMPS
 from refusals import Ended, run
 
 from megatron_rc.analyze import output
@@ -135,11 +136,11 @@ def test_annotations_stay_on_one_line_whatever_they_say() -> None:
     assert failure is not None and "<a&b>" in str(failure.get("message"))
 
 
-@pytest.mark.parametrize("options", [[], ["--no-what-if", "--json"]])
-def test_an_analysis_without_what_if_imports_no_torch(options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "options"), [(None, []), (HOST_DUMPS / "miles", ["--no-what-if", "--json"])])
+def test_an_analysis_without_what_if_imports_no_torch(source: Path | None, options: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from megatron_rc import cli\n"
-        f"sys.argv = ['megatron-rc', 'analyze', {str(dump(tmp_path))!r}, *{options}]\n"
+        f"sys.argv = ['megatron-rc', 'analyze', {str(source or dump(tmp_path))!r}, *{options}]\n"
         "try:\n    cli.main()\nexcept SystemExit as stopped:\n    assert not stopped.code, stopped.code\n"
         "heavy = {'torch', 'scipy', 'pandas', 'megatron', 'transformers'}\n"
         "assert not heavy & {name.partition('.')[0] for name in sys.modules}\n"

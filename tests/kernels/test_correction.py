@@ -85,8 +85,7 @@ def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "correction"),
-    [(torch.bfloat16, PRESETS["geo-mask-token-tis"].correction), (torch.float16, SEGMENTS)],
+    ("dtype", "correction"), [(torch.bfloat16, PRESETS["geo-mask-token-tis"].correction), (torch.float16, SEGMENTS)]
 )
 def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype, correction: RolloutCorrection) -> None:
     batch = batch_of(LENGTHS)
