@@ -1,6 +1,6 @@
 """Whole sequences of a dump as flat arrays: what every reader yields, and what every statistic reads."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -124,18 +124,18 @@ def loss_tokens(chunk: Chunk) -> Chunk:
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """One chunk with the sequences of all chunks, and the columns that all of them have."""
 
-    def joined(parts: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-        columns = list(parts)
-        names = [name for name in columns[0] if all(name in c for c in columns)]
-        return {name: np.concatenate([c[name] for c in columns]) for name in names}
-
     return Chunk(
         np.concatenate([c.log_pi for c in chunks]),
         np.concatenate([c.log_mu for c in chunks]),
         np.concatenate([[0], np.cumsum(np.concatenate([c.lengths for c in chunks]))]),
-        joined(c.tokens for c in chunks),
-        joined(c.sequences for c in chunks),
+        {name: np.concatenate([c.tokens[name] for c in chunks]) for name in common([c.tokens for c in chunks])},
+        {name: np.concatenate([c.sequences[name] for c in chunks]) for name in common([c.sequences for c in chunks])},
     )
+
+
+def common(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names that all of them have."""
+    return [name for name in columns[0] if all(name in other for other in columns)]
 
 
 def damaged(chunk: Chunk) -> dict[str, Flags]:

@@ -31,8 +31,7 @@ METHODS: dict[str, Method] = {
         "one-sided masked IS, Beyond Precision (arXiv 2602.01826), C = 2",
     ),
     "icepop": Method(
-        {"weight": Weight("token", "mask", 0.5, 5.0)},
-        "Ring-1T (arXiv 2510.18855); 0.5 / 5.0 as in verl, NeMo-RL",
+        {"weight": Weight("token", "mask", 0.5, 5.0)}, "Ring-1T (arXiv 2510.18855); 0.5 / 5.0 as in verl, NeMo-RL"
     ),
     "seq-tis": Method(
         {"weight": Weight("sequence", "truncate", upper=2.0)},

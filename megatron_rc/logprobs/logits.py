@@ -146,13 +146,7 @@ def vocab_parallel_distribution(
 
 
 def distribution_of_rows(
-    logits: Tensor,
-    rows: Rows,
-    computed: RowsBackend,
-    tp_group: Group,
-    *,
-    with_kept_mass: bool,
-    with_varentropy: bool,
+    logits: Tensor, rows: Rows, computed: RowsBackend, tp_group: Group, *, with_kept_mass: bool, with_varentropy: bool
 ) -> Distribution:
     """What the softmax of every row over all shards says."""
     populations = [rows]

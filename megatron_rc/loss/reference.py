@@ -173,11 +173,7 @@ _SURROGATES: dict[str, Surrogate] = {"ppo": _ppo, "reinforce": _reinforce}
 
 KLEstimator = Callable[[Tensor], Tensor]
 """log reference - log current -> an estimate of KL(current || reference), token by token."""
-_KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "k1": torch.neg,
-    "k2": lambda distance: distance.square() / 2,
-    "k3": k3,
-}
+_KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": torch.neg, "k2": lambda distance: distance.square() / 2, "k3": k3}
 
 
 class _DistanceToReference(torch.autograd.Function):

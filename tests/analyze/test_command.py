@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from host_batches import HOST_DUMPS
 from refusals import Ended, run
 
 from megatron_rc.analyze import output
@@ -53,24 +53,6 @@ UNUSABLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path) -> None:
     assert (ended := analyze(dump(tmp_path, **changes))).is_refusal(), ended
-
-
-DAMAGED: dict[str, Callable[[bytes], bytes]] = {
-    "truncated.parquet": lambda whole: whole[:-200],
-    "cut-in-the-middle.parquet": lambda whole: whole[:4] + bytes(396) + whole[400:],
-    "empty.parquet": lambda whole: b"",
-    "noise.parquet": lambda whole: b"PAR1" + np.random.default_rng(1).bytes(5000) + b"PAR1",
-    "broken.jsonl": lambda whole: b'{"old_logprobs": [1, 2\n\xff\xfe\n',
-}
-
-
-@pytest.mark.parametrize("name", [*DAMAGED, "", "nothing.parquet"])
-def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path) -> None:
-    """Also an empty folder, and a file that does not exist."""
-    if name in DAMAGED:
-        (tmp_path / "whole").mkdir()
-        (tmp_path / name).write_bytes(DAMAGED[name](dump(tmp_path / "whole").read_bytes()))
-    assert (ended := analyze(tmp_path / name)).is_refusal(), ended
 
 
 @pytest.mark.parametrize(
@@ -154,11 +136,11 @@ def test_annotations_stay_on_one_line_whatever_they_say() -> None:
     assert failure is not None and "<a&b>" in str(failure.get("message"))
 
 
-@pytest.mark.parametrize("options", [[], ["--no-what-if", "--json"]])
-def test_an_analysis_without_what_if_imports_no_torch(options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "options"), [(None, []), (HOST_DUMPS / "miles", ["--no-what-if", "--json"])])
+def test_an_analysis_without_what_if_imports_no_torch(source: Path | None, options: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from megatron_rc import cli\n"
-        f"sys.argv = ['megatron-rc', 'analyze', {str(dump(tmp_path))!r}, *{options}]\n"
+        f"sys.argv = ['megatron-rc', 'analyze', {str(source or dump(tmp_path))!r}, *{options}]\n"
         "try:\n    cli.main()\nexcept SystemExit as stopped:\n    assert not stopped.code, stopped.code\n"
         "heavy = {'torch', 'scipy', 'pandas', 'megatron', 'transformers'}\n"
         "assert not heavy & {name.partition('.')[0] for name in sys.modules}\n"

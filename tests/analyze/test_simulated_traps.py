@@ -31,11 +31,6 @@ def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -
     assert "RC106" not in levels(diagnosed(chunk, ignore=("RC106",)))
 
 
-def test_a_hidden_top_p_of_99_percent_is_seen_in_one_batch_of_30_thousand_tokens() -> None:
-    _, make = TRAPS["hidden top-p .99"]
-    assert [*levels(diagnosed(make(world(5))))] == ["RC103"]
-
-
 @pytest.mark.parametrize(
     ("zeros", "place"),
     [

@@ -102,16 +102,6 @@ def test_ratios_that_are_all_tiny_and_equal_have_full_ess() -> None:
     assert values["clamped_token"] == 0
 
 
-def test_perplexities_average_over_sequences_and_the_absolute_difference_is_also_given_unnormalised() -> None:
-    values = pair([0.1, 0.1, -0.2, -0.2, -0.2, -0.2], [2, 4], rollout=-2.0)
-    assert values["rollout_log_ppl"] == pytest.approx(2)
-    assert values["train_log_ppl"] == pytest.approx((1.9 + 2.2) / 2)
-    assert values["train_ppl"] == pytest.approx((math.exp(1.9) + math.exp(2.2)) / 2)
-    assert values["log_ppl_diff"] == pytest.approx(0.05)
-    assert values["log_ppl_abs_diff"] == pytest.approx(0.15)
-    assert values["log_ppl_abs_diff_sum"] == pytest.approx((0.2 + 0.8) / 2)
-
-
 def test_f2_looks_at_both_sides_and_excludes_the_bound() -> None:
     assert pair([math.log(2), -math.log(2), 0.7, -0.7, 0.0], rollout=0.0)["f2"] == pytest.approx(0.4)
 

@@ -19,7 +19,6 @@ from kernel_correction_data import (
     padded,
 )
 from on_device import ROUNDING, assert_same
-from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, pair_metrics
 from megatron_rc.correction.measured_upper import SUMS, UNITS
@@ -56,13 +55,6 @@ def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: str | None, de
     assert 0 < assert_agrees(batch, SEGMENTS).mask.sum() < batch.mask.sum()
 
 
-def test_turn_numbers_that_begin_anew_in_every_sequence_mean_the_turns_of_one_numbering_of_the_batch() -> None:
-    ascending, anew = (batch_of([70, 0, 100, 5], ids=ids, density=0.9, gap=0.3) for ids in ("batch", "sequence"))
-    expected, found = run(ascending, SEGMENTS), run(anew, SEGMENTS)
-    assert torch.equal(found.weights, expected.weights) and torch.equal(found.mask, expected.mask)
-    assert found.metrics.values() == expected.metrics.values()
-
-
 def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() -> None:
     batch = batch_of([4 * UNIT_BLOCK], density=1.0, gap=0.3)
     parts = [UNIT_BLOCK, 2 * UNIT_BLOCK, UNIT_BLOCK]
@@ -70,33 +62,6 @@ def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() ->
     found = assert_agrees(batch, RolloutCorrection(Weight("segment", "truncate", upper=9.0)))
     assert [len(part.unique()) for part in found.weights.split(parts)] == [1, 1, 1]
     assert len(found.weights.unique()) == 3
-
-
-@pytest.mark.parametrize(
-    ("head", "tail", "correction"),
-    [(0, 40, SEGMENTS), (19, 3, SEGMENTS), (2 * UNIT_BLOCK, 0, PRESETS["token-tis"].correction)],
-)
-def test_rows_that_no_sequence_covers_have_weight_0_and_count_nowhere(
-    head: int, tail: int, correction: RolloutCorrection, no_debug_checks: None
-) -> None:
-    batch = batch_of(LENGTHS, per_token=True)
-    assert batch.cu_seqlens is not None
-    statistics = {name: around(value, head, tail) for name, value in batch.options["statistics"].items()}
-    options = {name: around(batch.options[name], head, tail) for name in batch.options if name != "statistics"}
-    options["statistics"] = statistics
-    train, rollout, outside = (around(x, head, tail) for x in (batch.train, batch.rollout, ~batch.mask))
-    expected = run(batch, correction)
-    found = run(Batch(train, rollout, ~outside, batch.cu_seqlens + head, options), correction)
-    inside = torch.arange(sum(LENGTHS)) + head
-    for value, of_sequences in ((found.weights, expected.weights), (found.mask, expected.mask)):
-        assert torch.equal(value[inside], of_sequences)
-        assert value.count_nonzero() == of_sequences.count_nonzero()
-    assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=1e-12, nan_ok=True)
-
-
-def around(value: Tensor, head: int, tail: int) -> Tensor:
-    """The value between rows of zeros."""
-    return torch.cat([value.new_zeros(head), value, value.new_zeros(tail)])
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
@@ -120,8 +85,7 @@ def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "correction"),
-    [(torch.bfloat16, PRESETS["geo-mask-token-tis"].correction), (torch.float16, SEGMENTS)],
+    ("dtype", "correction"), [(torch.bfloat16, PRESETS["geo-mask-token-tis"].correction), (torch.float16, SEGMENTS)]
 )
 def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype, correction: RolloutCorrection) -> None:
     batch = batch_of(LENGTHS)

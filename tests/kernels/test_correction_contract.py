@@ -15,6 +15,7 @@ from test_contract import (  # noqa: F401
     test_advantages_of_a_unit_are_those_of_its_loss_tokens,
     test_given_segments_are_those_found_from_the_mask,
     test_padded_input_gives_what_packed_input_gives,
+    test_rows_that_no_sequence_covers_are_left_out,
     test_rows_without_loss_and_empty_sequences_change_no_metric,
     test_values_that_only_the_device_knows_are_checked_where_asked,
 )

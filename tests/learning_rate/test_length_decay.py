@@ -1,10 +1,8 @@
 """The length-decay learning rate, without Megatron."""
 
-import inspect
 import math
 import re
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +53,6 @@ def test_period_per_surge_is_taken_as_the_decimal_it_is_written_as(per_surge: fl
     assert decay.decay_period == period
 
 
-def test_without_a_surge_the_rate_stays() -> None:
-    decay = LengthDecayLR(3e-4)
-    assert set(rates(decay, [1000.0] * 2000)) == {3e-4}
-    assert decay.decay_period is None and decay.lr == 3e-4
-
-
 def test_a_given_period_is_not_changed_by_a_surge_which_is_still_reported() -> None:
     decay = LengthDecayLR(1e-6, decay_period=204)
     assert rates(decay, jump(50, 500)) == algorithm_1(1e-6, 204, 0.1, 500)
@@ -104,11 +96,6 @@ def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(at: int) -> Non
     assert expected[-1][1]["lr_rule/surge_in_warmup"] == (at == 8)
 
 
-def test_a_state_of_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"state must have the fields \['rollouts', .*got \['max_lr'\]"):
-        LengthDecayLR(1.0).load_state_dict({"max_lr": 1.0})
-
-
 def test_a_detector_that_is_given_is_copied_without_what_it_has_seen() -> None:
     seen = SurgeDetector(warmup=5)
     for length in jump(30, 60):
@@ -138,21 +125,6 @@ def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], m
     if "initial_lr" not in arguments:
         with pytest.raises(ValueError, match=message):
             LengthDecaySettings(**arguments)
-
-
-def test_settings_and_constructor_have_the_same_arguments_and_defaults() -> None:
-    parameters = list(inspect.signature(LengthDecayLR).parameters.values())
-    assert [(p.name, p.kind) for p in parameters[:1]] == [("initial_lr", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
-    defaults = {p.name: p.default for p in parameters[1:]}
-    assert {"rule": "length_decay", **defaults} == vars(LengthDecaySettings())
-    assert list(defaults) == ["min_lr_ratio", "decay_period", "period_per_surge", "detector"]
-    chosen = LengthDecaySettings(
-        min_lr_ratio=0.2, decay_period=7, period_per_surge=1.5, detector=SurgeDetector(fast=0.5)
-    )
-    built = chosen.build(2.0)
-    assert (built.initial_lr, built.min_lr_ratio, built.decay_period, built.period_per_surge) == (2.0, 0.2, 7, 1.5)
-    assert asdict(built.detector) == asdict(chosen.detector)
 
 
 def records(decay: LengthDecayLR, lengths: list[float]) -> list[dict[str, Any]]:

@@ -63,18 +63,6 @@ def test_every_group_has_the_schedulers_own_rate_times_the_scale(style: dict[str
     assert [g["weight_decay"] for g in scaled.optimizer.param_groups] == [0.1, 0.1, 0.0]
 
 
-def test_the_paper_s_rates_reach_the_optimizer() -> None:
-    one, decay = scheduler(), LengthDecayLR(LR, decay_period=204)
-    decay.attach(one)
-    used = {}
-    for rollout in range(1, 1001):
-        assert decay.step(1000.0) == rates(one)[0]
-        used[rollout] = rates(one)[0]
-        one.step(1)
-    assert (used[203], used[204], used[408], used[612]) == (1e-6, 5e-7, 2.5e-7, 1.25e-7)
-    assert used[815] == 1.25e-7 and used[816] == used[1000] == pytest.approx(1e-7, rel=1e-15)
-
-
 def test_detach_puts_everything_back() -> None:
     one, alone, decay = scheduler(**STYLES[1]), scheduler(**STYLES[1]), LengthDecayLR(LR, decay_period=1)
     before = dict(vars(one))

@@ -1,5 +1,6 @@
 """Every rule of RULES is known by its name wherever a rule is chosen, saved, measured or drawn."""
 
+import inspect
 import json
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_a_state_is_taken_by_the_rule_that_wrote_it_alone(name: str) -> None:
         assert resume(other, saved) == (other.name == name)
         assert other.rollouts == (10 if other.name == name else 0)
     assert not resume(made(name), None)
+    with pytest.raises(ValueError, match=r"state must have the fields \['rollouts', .*got \['max_lr'\]"):
+        rule.load_state_dict({"max_lr": 1.0})
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_settings_and_constructor_have_the_same_arguments_and_defaults(name: str) -> None:
+    settings = RULES[name].settings()
+    first, *others = inspect.signature(settings.makes).parameters.values()
+    assert (first.name, first.kind) == ("initial_lr", first.POSITIONAL_OR_KEYWORD)
+    assert all(each.kind is each.KEYWORD_ONLY for each in others)
+    assert {"rule": name, **{each.name: each.default for each in others}} == vars(settings)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,7 @@ def test_the_checkpoint_of_a_host_that_version_0_1_wrote_goes_on(settings: Any, 
     earlier, after = on_scheduler(settings)
     earlier.load_state_dict({**saved, key: dict(fields)})
     assert after.rule.scale == before.rule.scale == 0.25 and after.rule.rollouts == 4
+    assert scheduler.optimizer.param_groups[0]["lr"] == 0.25e-3
     other, untouched = on_scheduler(MismatchSettings() if key.endswith("decay") else LengthDecaySettings())
     other.load_state_dict({**saved, key: dict(fields)})
     assert untouched.rule.rollouts == 0

@@ -92,10 +92,3 @@ def test_statistics_that_were_not_asked_for_are_none() -> None:
     logits, targets, options = problem(kept=True)
     described = vocab_parallel_distribution(logits, targets, **options)
     assert described.kept_mass is None and described.varentropy is None
-
-
-def test_a_uniform_row_has_the_entropy_of_its_size_and_no_varentropy() -> None:
-    described = vocab_parallel_distribution(torch.full((1, 8), 3.0), torch.tensor([2]), with_varentropy=True)
-    assert described.varentropy is not None
-    assert float(described.entropy) == pytest.approx(torch.tensor(8.0).log().item(), abs=1e-6)
-    assert float(described.top1_prob) == pytest.approx(1 / 8) and float(described.varentropy) < 1e-10

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from distributed import Collectives, run_ranks
 from head_case import Case, Result, by_head, distance, exact, head_case
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.backend import set_debug_checks
 
@@ -37,20 +36,6 @@ LAYOUTS = [
     Layout(True, True, with_rows=True),
     Layout(False, with_rows=True),
 ]
-
-
-class Collectives(TorchDispatchMode):
-    """(name, bytes of the result) of every collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            self.seen.append((func.overloadpacket.__name__, first.nbytes))
-        return func(*args, **(kwargs or {}))
 
 
 def whole_case() -> Case:

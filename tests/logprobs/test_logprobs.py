@@ -332,17 +332,3 @@ def test_error_is_at_most_twice_that_of_log_softmax(dtype: torch.dtype) -> None:
 
 def test_more_rows_than_a_launch_grid_axis_holds() -> None:
     assert_exact(problem_of(*random_logits(70_000, 3)))
-
-
-def test_support_gradient_is_zero_outside_the_kept_ids_and_exact_inside() -> None:
-    logits, _ = random_logits(3, 10)
-    support = Support(torch.tensor([7, 2, 5, 9]), torch.tensor([0, 3, 3, 4]))
-    ours = solve(Problem(logits, torch.tensor([2, 4, 1]), {"support": support}, torch.ones(3), torch.zeros(3)))
-    kept = logits[0, [7, 2, 5]].double()
-    assert ours.logprobs[0].item() == pytest.approx(torch.log_softmax(kept, 0)[1].item(), abs=1e-6)
-    # no kept id, and a target that was not kept
-    assert ours.logprobs[1:].tolist() == [-INF, -INF] and ours.entropy[1:].tolist() == [0, 0]
-    expected = torch.zeros(3, 10, dtype=torch.float64)
-    expected[0, [7, 2, 5]] = torch.tensor([0.0, 1, 0]) - torch.softmax(kept, 0)
-    torch.testing.assert_close(ours.gradient, expected, atol=1e-6, rtol=0)
-    assert (ours.gradient[expected == 0] == 0).all()

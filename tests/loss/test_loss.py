@@ -120,16 +120,6 @@ def test_clipping_is_one_sided_and_the_dual_clip_bounds_negative_advantages_only
     assert (loss.item(), current.grad) == (pytest.approx(value), pytest.approx(slope * one))
 
 
-def test_the_weight_multiplies_the_policy_gradient_term_alone() -> None:
-    batch = random_batch([9], 3)
-    scale = batch["loss_mask"].double()
-    without = dict(batch, weights=0 * batch["weights"])
-    _, gradient, metrics = evaluate(without, scale)
-    kl = (without["reference"] - without["current"]).neg() * (without["current"] - without["old"]).exp()
-    torch.testing.assert_close(gradient, 0.2 * kl * scale)
-    assert metrics.values()["policy_loss"] == 0 and metrics.values()["kl_ref"] > 0
-
-
 def test_kl_and_entropy_count_rejected_tokens() -> None:
     batch = random_batch([9], 3)
     scale = batch["loss_mask"].double()

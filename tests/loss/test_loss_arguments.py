@@ -12,7 +12,6 @@ from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.loss.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
 from megatron_rc.loss.scale import loss_scale
 
@@ -96,11 +95,3 @@ def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) 
     with pytest.raises(ValueError) as error:
         policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums(), correction), **grouped(**given))
     assert str(error.value).startswith(sentence)
-
-
-def test_a_weight_on_two_policies_is_allowed_for_reinforce() -> None:
-    one = torch.ones(2)
-    correction = RolloutCorrection(weight=Weight(), old="rollout")
-    corrected = Corrected(2 * one, one.bool(), one.bool(), MetricSums(), correction)
-    loss, _ = policy_loss(-one, -one, one, corrected, scale=one, options=LossOptions(surrogate="reinforce"))
-    assert loss.item() == 4

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from on_device import MadeByTests
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
@@ -38,6 +39,20 @@ def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, t
         alike = [case for case in cases if case.ranks == ranks]
         out |= zip(alike, zip(*run_ranks(ranks, fn, alike), strict=True), strict=True)
     return out
+
+
+class Collectives(TorchDispatchMode):
+    """(name, bytes of the result) of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            self.seen.append((func.overloadpacket.__name__, first.nbytes))
+        return func(*args, **(kwargs or {}))
 
 
 def interpreter_of_this_run() -> AbstractContextManager[None]:

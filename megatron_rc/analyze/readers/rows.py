@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.chunk import Chunk, Floats, common
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, UnreadableFile, printable
 
@@ -180,13 +180,9 @@ def _chunk(rows: list[Row], places: list[str], corrupt: CorruptRows) -> Iterator
         np.concatenate([row.log_pi for row in rows]),
         np.concatenate([row.log_mu for row in rows]),
         np.cumsum([0, *(row.log_pi.size for row in rows)]),
-        {name: np.concatenate([row.tokens[name] for row in rows]) for name in _common([row.tokens for row in rows])},
-        {name: np.array([row.sequence[name] for row in rows]) for name in _common([row.sequence for row in rows])},
+        {name: np.concatenate([row.tokens[name] for row in rows]) for name in common([row.tokens for row in rows])},
+        {name: np.array([row.sequence[name] for row in rows]) for name in common([row.sequence for row in rows])},
     )
     chunk = checked(chunk, places.__getitem__, corrupt)
     if chunk.num_sequences:
         yield chunk
-
-
-def _common(columns: list[Mapping[str, Any]]) -> list[str]:
-    return [name for name in columns[0] if all(name in other for other in columns)]
