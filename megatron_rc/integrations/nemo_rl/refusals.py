@@ -1,5 +1,6 @@
 """Configurations of NeMo-RL that a patched run refuses, before its cluster is built."""
 
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron_rc.integrations.nemo_rl.session import Session
@@ -9,45 +10,30 @@ from megatron_rc.integrations.symbols import Function
 
 def refuse(session: Session, config: Any) -> None:
     """Refuse a configuration (MasterConfig) that the patch cannot work with, by the first key that must change."""
-    if value_at(config, "data_plane.enabled"):
-        raise ValueError(
-            "data_plane.enabled must be false in a patched run: with it no rollout is on the process that runs the "
-            "script, where it is corrected"
-        )
-    if session.correction is not None:
-        _refuse_loss(session, config)
-    if session.lr_rule is not None:
-        if not value_at(config, "policy.megatron_cfg.enabled"):
-            raise ValueError("policy.megatron_cfg.enabled must be true for lr_rule, which scales Megatron's scheduler")
-        if value_at(config, "policy.quant_cfg") is not None:
-            raise ValueError("policy.quant_cfg must be null for lr_rule: its workers are not those that have the rule")
-
-
-def _refuse_loss(session: Session, config: Any) -> None:
-    def loss(name: str) -> Any:
-        return value_at(config, f"loss_fn.{name}")
-
-    if loss("force_on_policy_ratio"):
-        raise ValueError(
-            "loss_fn.force_on_policy_ratio must be false in a corrected run: it needs the log-probs before the update, "
-            "which the host then leaves out"
-        )
-    if loss("truncated_importance_sampling_type") is not None:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_type must be null next to the correction of megatron_rc, got "
-            f"{loss('truncated_importance_sampling_type')!r}: one of them corrects"
-        )
-    if loss("use_importance_sampling_correction") and not demanded(config):
-        raise ValueError(
-            "loss_fn.use_importance_sampling_correction must be false next to the correction of megatron_rc: pi / mu "
-            "would be counted twice"
-        )
+    at = partial(value_at, config)
+    corrects, decays = session.correction is not None, session.lr_rule is not None
+    truncation = at("loss_fn.truncated_importance_sampling_type")
     weight = session.correction.weight if session.correction is not None else None
-    if loss("sequence_level_importance_ratios") and weight is not None and weight.level != "geometric":
-        raise ValueError(
-            "weight.level must be 'geometric' with loss_fn.sequence_level_importance_ratios, whose ratio is the "
-            f"geometric mean over the sequence, got {weight.level!r}"
-        )
+    for wrong, sentence in (
+        (at("data_plane.enabled"), "data_plane.enabled must be false in a patched run: with it no rollout is on the "
+         "process that runs the script, where it is corrected"),
+        (corrects and at("loss_fn.force_on_policy_ratio"), "loss_fn.force_on_policy_ratio must be false in a corrected "
+         "run: it needs the log-probs before the update, which the host then leaves out"),
+        (corrects and truncation is not None, "loss_fn.truncated_importance_sampling_type must be null next to the "
+         f"correction of megatron_rc, got {truncation!r}: one of them corrects"),
+        (corrects and at("loss_fn.use_importance_sampling_correction") and not demanded(config),
+         "loss_fn.use_importance_sampling_correction must be false next to the correction of megatron_rc: pi / mu "
+         "would be counted twice"),
+        (at("loss_fn.sequence_level_importance_ratios") and weight is not None and weight.level != "geometric",
+         "weight.level must be 'geometric' with loss_fn.sequence_level_importance_ratios, whose ratio is the geometric "
+         f"mean over the sequence, got {weight.level if weight else None!r}"),
+        (decays and not at("policy.megatron_cfg.enabled"), "policy.megatron_cfg.enabled must be true for lr_rule, "
+         "which scales Megatron's scheduler"),
+        (decays and at("policy.quant_cfg") is not None, "policy.quant_cfg must be null for lr_rule: its workers are "
+         "not those that have the rule"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(sentence)
 
 
 def demanded(config: Any) -> bool:

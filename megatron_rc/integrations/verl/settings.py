@@ -145,32 +145,29 @@ def refuse_settings(settings: VerlSettings) -> None:
     """Refuse settings that verl cannot honour, whatever its configuration."""
     correction = settings.correction or RolloutCorrection()
     refuse_correction(correction, "verl")
-    if correction.old == "current":
-        raise ValueError("old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update")
-    if correction.old == "rollout":
+    two_policies, kept = correction.old == "rollout", settings.denominator == "kept"
+    if two_policies:
         check_surrogate(settings.surrogate, correction)
         correction.check_one_micro_batch("loss_mode=megatron_rc")
-        if correction.max_k3 is not None:
-            raise ValueError("max_k3 must be unset when old is 'rollout': the loss sees one micro-batch at a time")
-        if settings.denominator == "kept":
-            raise ValueError(
-                "denominator must be 'original' when old is 'rollout': tokens are rejected after verl has counted them"
-            )
-    else:
-        if settings.surrogate != "ppo":
-            raise ValueError(f"surrogate must be 'ppo' unless old is 'rollout', got {settings.surrogate!r}")
-        if any(gate.when == "negative_advantage" for gate in correction.reject):
-            raise ValueError(
-                "when must be 'always' unless old is 'rollout': verl corrects a rollout before it has advantages"
-            )
-    if by_length(settings.lr_rule) and settings.denominator == "kept":
-        raise ValueError(
-            "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"
-        )
-    if by_mismatch(settings.lr_rule) and correction.old == "rollout":
-        raise ValueError(
-            "signal of lr_rule must be 'length' when old is 'rollout': nothing is measured before an update"
-        )
+    judges_advantages = any(gate.when == "negative_advantage" for gate in correction.reject)
+    for wrong, sentence in (
+        (correction.old == "current",
+         "old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update"),
+        (two_policies and correction.max_k3 is not None,
+         "max_k3 must be unset when old is 'rollout': the loss sees one micro-batch at a time"),
+        (two_policies and kept,
+         "denominator must be 'original' when old is 'rollout': tokens are rejected after verl has counted them"),
+        (not two_policies and settings.surrogate != "ppo",
+         f"surrogate must be 'ppo' unless old is 'rollout', got {settings.surrogate!r}"),
+        (not two_policies and judges_advantages,
+         "when must be 'always' unless old is 'rollout': verl corrects a rollout before it has advantages"),
+        (by_length(settings.lr_rule) and kept,
+         "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"),
+        (by_mismatch(settings.lr_rule) and two_policies,
+         "signal of lr_rule must be 'length' when old is 'rollout': nothing is measured before an update"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(sentence)
 
 
 def get_ppo_ray_runtime_env(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
