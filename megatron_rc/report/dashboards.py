@@ -117,7 +117,6 @@ class Dashboards:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """The metrics that are one finite number."""
     return {
         name: float(value)
         for name, value in record.items()

@@ -134,7 +134,6 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
 
 
 def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int, label: str) -> None:
-    """Draw mean and range of each group, next to those of the other colours."""
     shift = (number - (count - 1) / 2) * 0.16
     shown = [(x + shift, positive) for x, group in enumerate(groups) if (positive := [v for v in group if v > 0])]
     if not shown:

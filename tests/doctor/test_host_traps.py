@@ -38,7 +38,6 @@ ENTROPY = "--dump-details details --use-rollout-entropy"
 
 
 def arguments(host: str, flags: str) -> Any:
-    """What a patch of the host would read."""
     return Arguments(Flags(flags.split()), HOSTS[host].flag_defaults, HOSTS[host].config_flag)
 
 
@@ -101,7 +100,6 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, flags: str, status
 
 
 def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
-    """The flags with a YAML file that has the settings of the hooks."""
     config = folder / "rc.yaml"
     config.write_text(schema.dump_yaml({"megatron_rc": key}))
     return f"{flags} --custom-config-path {config}"

@@ -19,7 +19,6 @@ ENABLE = "--custom-megatron-init-path megatron_rc.integrations.slime.enable"
 
 
 def script(variable: str, name: str) -> Path:
-    """A file of the tree that a variable names."""
     path = Path(os.environ.get(variable, ""), name)
     if variable not in os.environ or not path.is_file():
         pytest.skip(f"{variable} names no tree with {name}")

@@ -248,8 +248,6 @@ SEQUENCES = (([LN2, 0.3, -0.4, 0.1], [10]), ([0.0, 1.2, -1.0, 0.5], [30]))
 
 
 class Step(NamedTuple):
-    """One training step on one rank."""
-
     log: dict[str, float]
     rates: list[float]
     """Learning rates that the optimizer used."""

@@ -50,7 +50,6 @@ def pretrain(folder: Path, settings: dict[str, object] | None, *flags: str) -> s
 
 
 def logged(printed: str, name: str) -> list[float]:
-    """A number of every iteration's log line."""
     return [float(found) for found in re.findall(rf"iteration +\d+/.*\| {re.escape(name)}: ([-+.\dE]+) \|", printed)]
 
 

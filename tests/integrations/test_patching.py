@@ -82,7 +82,6 @@ def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 def bindings() -> dict[str, Any]:
-    """Every name that a patch of the tiny host could touch."""
     core, user = module("core"), module("user")
     return {
         **{f"core.{name}": vars(core)[name] for name in ("loss", "decorated")},

@@ -27,7 +27,6 @@ SET = {*HOOKS.values()} - {"custom_megatron_init_path"} | {
 
 
 def inside(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is an actor of the host."""
     for other in ("slime", "miles"):
         monkeypatch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
     if host:

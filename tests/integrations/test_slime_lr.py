@@ -53,7 +53,6 @@ class Run:
         )
 
     def rollout(self, rollout_id: int, lengths: Sequence[int]) -> list[float]:
-        """The learning rate of every optimizer step."""
         if self.args.rollout_data_postprocess_path:
             totals, masks = [n + 1 for n in lengths], [torch.ones(n, dtype=torch.int32) for n in lengths]
             data = {"total_lengths": totals, "response_lengths": [*lengths], "loss_masks": masks}
@@ -80,7 +79,6 @@ def settings(**changes: Any) -> Namespace:
 
 
 def alone_on(lengths: Sequence[float | None]) -> list[float]:
-    """The rates of LengthDecayLR itself."""
     decay = LengthDecayLR(LR)
     return [decay.step(length) for length in lengths]
 
@@ -145,7 +143,6 @@ def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
 
 
 def checked(**changes: Any) -> Namespace:
-    """Settings of a run whose init hook is `check`."""
     args = settings(custom_megatron_before_train_step_hook_path=PATH + "before_train_step", **changes)
     slime.check(args)
     return args

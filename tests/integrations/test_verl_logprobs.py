@@ -48,7 +48,6 @@ def _answer(processor: Any, rank: int, with_entropy: bool) -> dict[str, Any]:
 
 
 def _rank(rank: int, tree: str | None) -> dict[bool, dict[str, Any]]:
-    """The answers of verl and of ours, with and without entropy."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)

@@ -75,14 +75,11 @@ def test_with_two_policies_a_gate_may_look_at_the_sign_of_the_advantage() -> Non
 
 
 def corrected_now(batch: cases.Rollout, case: str) -> torch.Tensor:
-    """Weights of current over rollout."""
     settings = json.dumps({"correction": cases.correction(case).to_dict()})
     return corrected(settings, batch._replace(old=batch.current))[0]["rollout_is_weights"]
 
 
 class Engine:
-    """What train_mini_batch and the scheduler need of an engine."""
-
     def __init__(self, is_value_model: bool = False) -> None:
         self.is_value_model = is_value_model
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])

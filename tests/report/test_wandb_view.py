@@ -58,7 +58,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The variables of the request that saves the view."""
     pytest.importorskip("wandb_workspaces")
     with wandb_server() as (address, requests):
         place = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path_factory.mktemp("home"))}

@@ -76,7 +76,6 @@ def _run(script: Script, commands: list[tuple[list[str], bool]]) -> None:
 
 
 def _turn(script: Script, words: list[str]) -> None:
-    """Begin the next branch of an if."""
     before = script.branches.pop() if script.branches else None
     otherwise = None if before is None else not before
     if words[0] == "elif" and otherwise:

@@ -199,7 +199,6 @@ def _total_and_count(values: Tensor | None) -> Tensor:
 
 
 def _from_last_stage(report: _Report | None) -> _Report:
-    """The report of the last pipeline stage, on every stage."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         box = [report]

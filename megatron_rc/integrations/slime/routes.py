@@ -162,8 +162,6 @@ class RouteWatch:
 
 
 class _Stage(NamedTuple):
-    """What a pipeline stage has watched."""
-
     layers: list[int]
     shape: MoeShape | None
     rows: list[int]

@@ -100,8 +100,6 @@ def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]
 
 
 class _Totals(NamedTuple):
-    """Sums over responses."""
-
     tokens: int = 0
     responses: int = 0
     truncated: int = 0

@@ -63,13 +63,11 @@ def _has_our_head(args: Any) -> bool:
 
 
 def _corrects(args: Any) -> bool:
-    """Whether verl or this package corrects the rollouts."""
     theirs = args[_CORRECTION] is not None and (args[f"{_CORRECTION}.rollout_is"] or args[f"{_CORRECTION}.rollout_rs"])
     return _is_ours(args) or bool(theirs)
 
 
 def _refusal(args: Any) -> str | None:
-    """What the plugin refuses about its settings and these overrides."""
     text = _settings(args)
     if text is None:
         return None

@@ -42,7 +42,6 @@ def right(sequences: Rows, start: int, temperatures: Sequence[float], micro_batc
 
 
 def wrong(sequences: Rows, start: int, temperatures: Sequence[float], micro_batch: int) -> list[Logprobs]:
-    """A trainer with other weights."""
     noise = np.random.default_rng(0).normal(0, 0.5, sum(len(ids) - start for ids in sequences))
     return [values + noise for values in right(sequences, start, temperatures, micro_batch)]
 
