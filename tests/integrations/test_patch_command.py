@@ -171,7 +171,7 @@ def test_the_docs_have_every_symbol_and_every_intended_difference(name: str) -> 
 
 
 def test_every_host_is_in_the_index_and_in_the_help_of_both_commands() -> None:
-    assert ", ".join(HOSTS) == cli.HOSTS
+    assert {*HOSTS} == {*cli.HOSTS.split(", ")}
     for command in ("patch", "doctor"):
         shown = CliRunner().invoke(app, [command, "-h"]).output
         assert all(name in shown for name in HOSTS), command

@@ -248,7 +248,7 @@ def test_whatever_ends_a_job_ends_its_server_and_its_trainer(
         job.send_signal(sent)
     said = job.communicate(timeout=600)[1]
     assert job.returncode == status
-    assert said.startswith("the trainer failed; its own error stands") is (status == 1), said
+    assert said.startswith("the trainer failed; its own error is above") is (status == 1), said
     assert nothing_is_left(int(line.split()[1]))
     while listens(port):
         time.sleep(0.1)
