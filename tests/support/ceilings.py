@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 38_500, "triton_kernels": 3_090, "tests": 43_500, "benchmarks": 8_200, "": 94_000}
+LINES = {"megatron_rc": 39_600, "triton_kernels": 3_120, "tests": 43_750, "benchmarks": 8_640, "": 95_700}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 60_000
