@@ -196,7 +196,7 @@ TRANSPORT = Change(
 KL_ESTIMATOR = Change(
     "a surrogate, a KL estimator of the loss",
     ((f"{RC}/loss/options.py", "KL_ESTIMATORS = {\n", 'ANCHOR    "k0": "twice k1.",\n'),
-     (f"{RC}/loss/reference.py", '    "k1": torch.neg,\n', 'ANCHOR    "k0": lambda distance: -2 * distance,\n'),
+     (f"{RC}/loss/reference.py", '{"k1": torch.neg, ', 'ANCHOR"k0": lambda distance: -2 * distance, '),
      (f"{KERNELS}/policy_loss.py", '    elif KL_ESTIMATOR == "k2":',
       '    elif KL_ESTIMATOR == "k0":\n        value = -2 * distance\nANCHOR')),
     {},
