@@ -113,7 +113,8 @@ def rewritten(text: str, name: str) -> tuple[str, list[str]]:
         for root in _roots(document):
             for place in _found(root, row):
                 edits.update(_edits(place, row, text))
-                changes[row.sentence(_scalar(place.value))] += 1
+                gone = f"{row.old}: null is gone, {row.new} says it"
+                changes[gone if _goes(place, row) else row.sentence(_scalar(place.value))] += 1
         for edit in sorted(edits, reverse=True):
             text = text[: edit.start] + edit.text + text[edit.end :]
     return text, [f"{change} ({count} times)" if count > 1 else change for change, count in changes.items()]
@@ -198,7 +199,7 @@ def _edits(place: _Place, row: Renamed, text: str) -> Iterator[_Edit]:
         return
     above, below = place.parts[: place.depth - 1], place.parts[place.depth :]
     new = ".".join([*above, row.new, *below])
-    if not below and _is_null(value) and _other_names(place, row):
+    if _goes(place, row):
         yield _without(place, text)
         return
     if row.constant:
@@ -221,10 +222,6 @@ def _separator(mapping: Any, key: Any) -> str:
     return ", " if mapping.flow_style else "\n" + " " * key.start_mark.column
 
 
-def _is_null(value: Any) -> bool:
-    return getattr(value, "tag", "").endswith(":null")
-
-
 def _first_of_section(place: _Place) -> bool:
     """Whether no other key of the mapping, before this one, names the section or a field of it."""
     section = place.parts[: place.depth]
@@ -236,8 +233,10 @@ def _first_of_section(place: _Place) -> bool:
     return True
 
 
-def _other_names(place: _Place, row: Renamed) -> bool:
-    """Whether the mapping holds the new name as well, or another old name of it."""
+def _goes(place: _Place, row: Renamed) -> bool:
+    """Whether the entry is null, and the mapping holds the new name as well, or another old name of it."""
+    if len(place.parts) > place.depth or not getattr(place.value, "tag", "").endswith(":null"):
+        return False
     names = {row.new, *(r.old.rpartition(".")[2] for r in RENAMED if r.new == row.new)} - {place.parts[-1]}
     return any(name.rpartition(".")[2] in names for name, _, _ in _items(place.mapping))
 

@@ -123,6 +123,7 @@ def test_a_section_may_get_a_field_that_says_what_it_was(monkeypatch: pytest.Mon
     monkeypatch.setattr(renamed, "RENAMED", WRAPPED)
     found, changes = rewritten(text, "x")
     assert found == expected and bool(changes) == (text != expected)
+    assert ("null is gone" in str(changes)) == (": null" in text or "old: ~" in text)
     assert rewritten(expected, "x") == (expected, [])
 
 
