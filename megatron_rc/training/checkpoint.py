@@ -25,7 +25,7 @@ STATE = "state.json"
 
 @dataclass
 class Progress:
-    """The position of a job; everything else follows from it, the weights and the settings."""
+    """The position of a job. With the weights and the settings it determines everything else."""
 
     phase: str = "warmup"
     """warmup or rl."""
@@ -119,7 +119,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(policy.chunks):
         state[f"model{index}"] = chunk.module.sharded_state_dict(prefix=f"model{index}." if index else "")
     if policy.phase_updates:
-        # an optimizer has no state before the first update of its phase, and could not load one
+        # before the first update of its phase an optimizer has no state to load into
         model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
     state["scheduler"] = policy.scheduler.state_dict()

@@ -43,9 +43,9 @@ def emulate_cuda_on_cpu() -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Switch the emulation off for code that names its devices: a sampler's many small calls are a fifth faster.
+    """Switch the emulation off for code that names its devices; a sampler's many small calls then run a fifth faster.
 
-    Torch keeps the emulation per thread: in all but the main one it is off anyway.
+    Torch keeps the emulation per thread; it is always off in all threads but the main one.
     """
     if _active is None or threading.current_thread() is not threading.main_thread():
         yield

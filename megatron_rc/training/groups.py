@@ -63,7 +63,7 @@ class Groups:
         return value
 
     def raise_everywhere(self, error: str | None) -> None:
-        """Raise the first error of all ranks on every rank, so that none waits for another for ever; a collective."""
+        """Raise the first error of all ranks on every rank, so that no rank waits forever for another; a collective."""
         errors: list[str | None] = [None] * self.world_size
         dist.all_gather_object(errors, error)
         for message in errors:

@@ -27,7 +27,7 @@ from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
 class Head(ABC):
     """Reads the answer of the model to one micro-batch of n tokens, whose loss_mask is the mask.
 
-    The answer may have rows of padding behind the n tokens.
+    Rows of padding may follow the n tokens in the answer.
     """
 
     _logprobs_of: Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -49,7 +49,7 @@ class Head(ABC):
 
     @abstractmethod
     def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
-        """Those of both functions of the head."""
+        """The arguments that both functions of the head take."""
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """([n], [n]) fp32, nats, with gradient; no entropy unless asked for."""
@@ -74,7 +74,7 @@ class Answer:
     values: Tensor
     """Logits or hidden states."""
     upstream: Tensor
-    """0-d: the gradient that backward will bring by the loss."""
+    """0-d: the gradient with respect to the loss that backward will pass in."""
 
     def logprobs(self, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """`Head.logprobs`, for any loss."""

@@ -70,7 +70,7 @@ class StepDump:
         self._rotate(step)
 
     def _rotate(self, newest: int) -> None:
-        """Keep the steps that lead to ``newest``; later ones are of a run that was resumed before them."""
+        """Keep the steps that lead to ``newest``; later steps belong to a run that was resumed at an earlier step."""
         room = self._settings.max_bytes
         for step, file in sorted(step_files(self._writer.folder).items(), reverse=True):
             size = file.stat().st_size

@@ -30,7 +30,7 @@ class LossTerms(NamedTuple):
         return policy_loss(current, entropy=entropy, backend=backend, **self._asdict())
 
     def padded(self, rows: int) -> "LossTerms":
-        """[rows]: these, and behind them rows that do not count."""
+        """[rows]: the same terms, followed by rows that do not count."""
         short = rows - len(self.scale)
         if not short:
             return self

@@ -82,19 +82,19 @@ class LossRows(NamedTuple):
     rows: Tensor
     """[M] int64, ascending, on the device."""
     first: list[int]
-    """[S + 1]: how many of them are before each sequence."""
+    """[S + 1]: the number of these rows before each sequence."""
     starts: list[int]
     """[S + 1]: the row that each sequence starts at."""
 
     @classmethod
     def of(cls, batch: TokenBatch, device: torch.device) -> "LossRows":
-        """Those of a batch on the host."""
+        """The rows of a batch on the host."""
         rows = batch.loss_mask.nonzero()[:, 0]
         starts = [0, *itertools.accumulate(batch.lengths)]
         return cls(rows.to(device), torch.searchsorted(rows, torch.tensor(starts)).tolist(), starts)
 
     def of_sequences(self, members: range) -> Tensor:
-        """[m] int64: those of some sequences, counted from their first row."""
+        """[m] int64: the rows of some sequences, counted from the first row of these sequences."""
         return self.rows[self.first[members.start] : self.first[members.stop]] - self.starts[members.start]
 
 
@@ -103,7 +103,7 @@ class Share(NamedTuple):
 
     batch: TokenBatch
     sequences: list[int]
-    """Number in the whole batch of each sequence; negative for one that is computed but does not count."""
+    """Index of each sequence in the whole batch; negative for a sequence that is computed but does not count."""
     micro_batches: list[list[range]]
     """micro_batches[part][i]: the sequences of ``batch`` in one micro-batch."""
     loss_rows: LossRows | None = None

@@ -70,7 +70,7 @@ class Observers:
             self._log.close()
 
     def finish_dump(self) -> None:
-        """Wait until the dump has every step so far: a checkpoint may not be ahead of it."""
+        """Wait until the dump has every step so far, because a checkpoint must not be ahead of it."""
         if self._dump:
             self._dump.finish()
 

@@ -63,7 +63,7 @@ class Policy:
         options = train.head_options()
         self.head = head_of(options, groups.tensor, self.hf_config["vocab_size"], train.backend)
         with self.head.answering(self.chunks):
-            pass  # a model that the head cannot read is refused here
+            pass  # refuses a model that the head cannot read
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -113,7 +113,7 @@ class Policy:
         self._kl_policy = self.host_copy()
 
     def kl_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """`logprobs_by` that policy."""
+        """`logprobs_by` with the policy that `keep_kl_policy` kept."""
         return self.logprobs_by(self._kl_policy, micro_batches)
 
     def host_copy(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ class Block:
     """Sequences of similar length, attended to as one padded batch."""
 
     rows: Tensor
-    """[B * length] int64: the packed row in each padded place; places past the end of a sequence hold any row."""
+    """[B * length] int64: the packed row in each padded place; a place past its sequence holds any row."""
     length: int
 
 
@@ -43,7 +43,7 @@ class BlockLayout:
 
     @property
     def home(self) -> Tensor:
-        """[N] int64, place of each row in the concatenation of all blocks."""
+        """[N] int64, index of each row in the concatenation of all blocks."""
         return self._tensors[2]
 
     @cached_property

@@ -60,7 +60,7 @@ def hidden_states(model: torch.nn.Module) -> Iterator[OutputHead | None]:
     if gpt.config.mtp_num_layers:
         replaced = [(gpt, "forward", partial(gpt.forward, output_processor=_answer))]
     else:
-        # the layer is still called, so that hooks before it run: DDP's wait for gathered parameters there
+        # the layer is still called, because hooks before it must run: DDP waits for gathered parameters in one
         replaced = [(layer, "forward", _unchanged), (gpt, "compute_language_model_loss", _no_loss)]
     for owner, name, function in replaced:
         setattr(owner, name, function)
