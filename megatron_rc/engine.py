@@ -1,6 +1,6 @@
 """RolloutEngine, the protocol of every sampler: token ids in, token ids and log-probs out, weights back in.
 
-`ENGINES` has a row per engine that a job can name; `rollout.opening` opens it.
+`ENGINES` has one row per engine that a job can name, and `rollout.opening` opens the engine of a row.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _segment_columns(tokens: Tokens, inputs: Inputs, columns: tuple[Column, ...]
         return torch.empty((len(columns), tokens.loss_mask.numel()), dtype=torch.float32, device=device)
     assert inputs.num_segments is not None
     slots = inputs.num_segments
-    # not every segment has a token on this rank
+    # a segment without tokens on this rank keeps these neutral values
     pooled = torch.zeros((len(columns), slots), dtype=torch.float64, device=device)
     pooled[num_sums(columns) :] = -torch.inf
     return pooled

@@ -64,7 +64,7 @@ class SGLangSettings:
     """Ask for the experts of every token; the servers need --enable-return-routed-experts. Settings of `moe` that need
     them ask, too."""
     max_lag: int | None = None
-    """Discard a response that has a token of weights older than this many versions; null discards none."""
+    """Discard a response if weights more than this many versions old sampled one of its tokens; null discards none."""
     max_rejected_share: float = 0.05
     """The job stops when a larger share of a step's responses came back damaged."""
     dump_rejected: bool = False

@@ -1,4 +1,4 @@
-"""The kinds of task that a YAML file can name; a new kind is a row of the table."""
+"""TASKS: the kinds of tasks that a YAML file can name. To add a kind, add a row."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple

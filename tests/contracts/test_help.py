@@ -48,4 +48,6 @@ def test_help_takes_at_most_half_as_long_again_as_a_bare_application_with_as_man
         start = time.perf_counter()
         subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True)
         seconds[bare].append(time.perf_counter() - start)
-    assert statistics.median(seconds[False]) <= 1.5 * statistics.median(seconds[True]), seconds
+    ours, theirs = (statistics.median(seconds[bare]) for bare in (False, True))
+    print(f"megatron-rc --help {ours:.3f} s, a bare application {theirs:.3f} s: {ours / theirs:.2f} times as long")
+    assert ours <= 1.5 * theirs

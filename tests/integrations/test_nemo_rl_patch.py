@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hosts.nemo_rl import cases, sources
-from hosts.nemo_rl.schedules import scheduler
 from hosts.nemo_rl.sources import fresh as fresh
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations.nemo_rl import session as sessions
@@ -32,6 +32,17 @@ def stub(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def module(name: str) -> Any:
     return importlib.import_module(f"nemo_rl.{name}")
+
+
+def scheduler() -> OptimizerParamScheduler:
+    """Megatron's own, with a constant learning rate; the next stand-in of a worker gets it."""
+    groups = [{"lr": 0.0, "weight_decay": 0.0, "max_lr": 1e-3, "min_lr": 0.0}]
+    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
+    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 0.0}
+    styles = {"lr_decay_style": "constant", "wd_incr_style": "constant"}
+    made = OptimizerParamScheduler(SimpleNamespace(param_groups=groups), **rates, **steps, **styles)
+    module("models.megatron.setup").SCHEDULERS.append(made)
+    return made
 
 
 def config(**changes: Any) -> Any:

@@ -141,3 +141,11 @@ def test_every_new_name_is_a_setting() -> None:
     for row in renamed.RENAMED:
         section, _, _ = row.old.rpartition(".")
         assert ".".join(filter(None, [now.get(section, section), row.new])) in known
+
+
+def test_the_changelog_has_every_old_name_next_to_the_new_one() -> None:
+    section = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed")[2].partition("### Removed")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    for row in renamed.RENAMED:
+        parts = [row.old.split(".")[-1], row.new, *row.values, *row.values.values()]
+        assert any(all(part in "".join(cells) for part in parts) for cells in rows), row

@@ -163,7 +163,7 @@ MILES_TOP_P = FlagRule("top-p-top-k", lambda args: args.rollout_top_p != 1,
     "Drop --rollout-top-p.")  # fmt: skip
 MILES_ROLLOUT_DATA = FlagRule("rollout-data-on-miles", lambda args: names(args, "rollout_data"),
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
-    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named")  # fmt: skip
+    "Use the hooks tis, loss or pg_loss_reducer.", good="--rollout-data-postprocess-path is unset")  # fmt: skip
 MILES_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_TOP_P, MILES_ROLLOUT_DATA)
 
 

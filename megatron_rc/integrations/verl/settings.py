@@ -160,7 +160,7 @@ def refuse_settings(settings: VerlSettings) -> None:
         (not two_policies and settings.surrogate != "ppo",
          f"surrogate must be 'ppo' unless old is 'rollout', got {settings.surrogate!r}"),
         (not two_policies and judges_advantages,
-         "when must be 'always' unless old is 'rollout': verl corrects a rollout before it has advantages"),
+         "when must be 'always' unless old is 'rollout': verl corrects a rollout before it computes advantages"),
         (by_length(settings.lr_rule) and kept,
          "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"),
         (by_mismatch(settings.lr_rule) and two_policies,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TICK_S = 0.1  # how often the waiting thread calls `tick`, and can be interrupted
-_CLEAN_UP_S = 5.0  # bounds the exit after an error, while servers are told to abort
+_CLEAN_UP_S = 5.0  # after an error, a job waits at most this long for servers to take the order to abort
 _LONGEST_PAUSE_S = 30.0  # so that a server that restarted is found again within half a minute
 _KEEP_ALIVE_S = 2.0
 """Servers drop connections that are idle for 5 s, and a request that is on its way then fails."""
