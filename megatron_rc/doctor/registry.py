@@ -37,7 +37,7 @@ def good(found: str) -> Finding:
 
 
 def error(found: str, fix: str) -> Finding:
-    """A mismatch that fails the job or falsifies the gradient."""
+    """A mismatch that makes the job fail or the gradient wrong."""
     return Finding("", "error", found, fix)
 
 

@@ -138,7 +138,7 @@ def _table(columns: Mapping[str, Any], rows: int, metadata: dict[bytes, bytes]) 
 
 
 def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dict[str, Any]:
-    """Columns that the sampler and the task know."""
+    """The columns whose values come from the sampler and the task, not from the trainer."""
     routed = [s.routes if routes else None for s in samples]
     per_sequence = {"group": batch.groups, "advantage": batch.advantages, "reward": batch.rewards}
     return {

@@ -1,4 +1,4 @@
-"""The sums that the bound C with the least measured error is chosen by."""
+"""The sums from which ``upper: measured`` chooses the bound C with the least measured error."""
 
 import torch
 from torch import Tensor

@@ -54,7 +54,7 @@ class TrainerModel:
             yield from checkpoint.tensors()
 
     def _logprobs(self, sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> Logprobs:
-        """[temperatures, tokens]."""
+        """Log-probs [temperatures, tokens] of the tokens from ``start`` on, fp64, nats."""
         ids = torch.tensor([list(sequence) for sequence in sequences])
         with torch.inference_mode():
             logits = self._model(ids, use_cache=False).logits[:, start - 1 : -1].float()

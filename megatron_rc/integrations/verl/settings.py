@@ -124,7 +124,7 @@ def prepare(
     settings: VerlSettings | None = None,
     head: HeadOptions = LOGITS,
 ) -> VerlPatch:
-    """The state of a new patch, whose correction, rule and head are those of ``settings``, where these are given.
+    """Make the state of a new patch. Its correction, rule and head come from ``settings`` where those are given.
 
     Raises:
         ValueError: verl cannot honour the settings.

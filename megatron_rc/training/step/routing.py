@@ -46,7 +46,11 @@ class Routing:
     """The routers of this process, and the places of those of the other processes; kept from step to step."""
 
     def __init__(self, settings: MoeSettings, correction: RolloutCorrection, policy: Policy) -> None:
-        """A collective of all processes; raises ValueError without experts, or with routers that cannot be recorded."""
+        """Collect the layers of all pipeline stages; every process has to call it.
+
+        Raises:
+            ValueError: the model has no experts, or routers that cannot be recorded.
+        """
         self.settings, self.groups, self.backend = settings, policy.groups, policy.train.backend
         self.needs_routes = settings.replay == "R3" or _judges_routes(correction)
         self.shape = moe_shape(policy.hf_config)
@@ -74,7 +78,7 @@ class Routing:
             raise ValueError(f"{needs}, and the sampler returned none; of the engines, {', '.join(able)}")
 
     def start(self, local: TokenBatch) -> "StepRoutes":
-        """The routes of one rollout batch; ``local`` has the sequences of this rank."""
+        """Begin a rollout batch: the object that compares or replays the routes of ``local``, this rank's sequences."""
         routes = local.routes
         return StepRoutes(self, None if routes is None else sampler_table(routes, local.cu_seqlens, self.shape))
 
