@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from correction_book import gapped
-from extras import correct
+from extras import on_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -250,9 +249,8 @@ def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(weight.MODES, "floor", row)
     with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
         Weight(mode="floor", upper=3.0)
-    train, rollout, mask, cu_seqlens = gapped(-1.0, 0.5)
     correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
-    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+    corrected = on_gaps(correction, -1.0, 0.5)
     assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
     assert corrected.mask.all()
     assert corrected.metrics.values()["raised_token"] == 0.5
