@@ -111,6 +111,7 @@ def test_one_sided_and_infinite_bounds_are_legal() -> None:
         ("veto", None, [("ratio", "sequence", "min", 1e-4, None, "always")]),
         ("k3-reject", None, [("k3", "sequence", "mean", None, 0.01, "always")]),
         ("trust-region-mask", None, [("k2", "sequence", "max", None, 2.0, "always")]),
+        ("standardized", ("token", "truncate", None, 2.0), [("standardized", "sequence", "sum", None, 2.0, "always")]),
         ("prefix-tis", ("prefix", "truncate", None, 2.0), []),
         ("off-policy-sequence-mask", None,
          [("ratio", "sequence", "mean", math.exp(-0.5), None, "negative_advantage")]),
@@ -122,7 +123,9 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
     assert preset.weight is None or not preset.weight.reads_lags
     assert [dataclasses.astuple(gate) for gate in preset.reject] == gates
     assert preset.old == ("rollout" if name == "off-policy-sequence-mask" else "recompute")
+    assert (preset == RolloutCorrection()) == (name == "none")
     assert PRESETS[name].source
+    assert RolloutCorrection.from_yaml(preset.to_yaml()) == RolloutCorrection.from_dict(preset.to_dict()) == preset
     for surrogate in SURROGATES:
         check_surrogate(surrogate, preset)
 
