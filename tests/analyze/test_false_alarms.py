@@ -4,9 +4,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from simulated_dumps import small_honest
+from simulated_dumps import evidence_of, small_honest
 
-from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.rules import judge
 from megatron_rc.analyze.rules.rule import Level
 
@@ -25,9 +24,7 @@ def test_false_alarms_of_tests_rules_and_reports_are_within_the_binomial_interva
     reports: list[float] = []
     answers: Counter[tuple[str, Level]] = Counter()
     for seed in range(batches):
-        gathering = Gathering()
-        gathering.add(small_honest(seed, length=40))
-        evidence = gathering.evidence()
+        evidence = evidence_of(small_honest(seed, length=40))
         for test in evidence.tests:
             if test.p is not None:
                 decided[test.name].append(test.p < LEVEL)

@@ -16,6 +16,7 @@ from simulated_dumps import (
     ONE_EACH,
     TRAPS,
     diagnosed,
+    evidence_of,
     honest,
     one_stale_server,
     policy_lag,
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 
 from megatron_rc.analyze import output, report_text
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
 from megatron_rc.analyze.statistics.what_if import Missing
@@ -204,10 +204,8 @@ def test_the_error_of_each_bound_is_that_of_the_recommendation() -> None:
 
 def test_the_map_of_servers_and_steps_has_the_mean_k3_of_each() -> None:
     chunk = named(small(), server="s", reason="", group="")
-    gathering = Gathering()
-    for part in (0, 1):
-        gathering.add(chunk.select_sequences(np.arange(48) // 24 == part))
-    cells = gathering.evidence().k3_by_server_and_step
+    halves = (chunk.select_sequences(np.arange(48) // 24 == part) for part in (0, 1))
+    cells = evidence_of(*halves).k3_by_server_and_step
     assert set(cells) == {("s0", 0), ("s1", 1), ("s2", 0), ("s3", 1)}
     for (server, step), k3 in cells.items():
         here = (chunk.sequences["server"] == server) & (chunk.sequences["step"] == step)

@@ -4,10 +4,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from simulated_dumps import logged_temperature, one_stale_server, small_honest, world
+from simulated_dumps import evidence_of, logged_temperature, one_stale_server, small_honest, world
 
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
-from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.statistics import growth
 from megatron_rc.analyze.statistics.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.statistics.growth import GrowthSums
@@ -115,11 +114,9 @@ def test_every_sequence_has_the_same_chance_of_the_reservoir() -> None:
 
 
 def test_the_sample_holds_tokens_whatever_empty_sequences_come_first() -> None:
-    gathering = Gathering()
     log_mu = np.full(MAX_TOKENS + 1, -1.0)
     offsets = np.array([0, 0, 0, 0, 0, 0, 0, 0, log_mu.size])
-    gathering.add(Chunk(log_mu - 0.01, log_mu, offsets))
-    assert gathering.evidence().sample.lengths.tolist() == [log_mu.size]
+    assert evidence_of(Chunk(log_mu - 0.01, log_mu, offsets)).sample.lengths.tolist() == [log_mu.size]
 
 
 def test_the_effective_sample_size_is_that_of_the_sequence_weights() -> None:

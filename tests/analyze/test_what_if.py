@@ -11,24 +11,18 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from simulated_dumps import diagnosed, honest, policy_lag, world
+from simulated_dumps import diagnosed, evidence_of, honest, policy_lag, world
 
 from megatron_rc.analyze import diagnose, output, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.evidence import Evidence, Gathering
+from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 VOCABULARY, LENGTH = 3, 3
-
-
-def evidence_of(chunk: Chunk) -> Evidence:
-    gathering = Gathering()
-    gathering.add(chunk)
-    return gathering.evidence()
 
 
 def table_of(evidence: Evidence, **methods: RolloutCorrection) -> WhatIfTable:

@@ -41,7 +41,7 @@ def problems(change: Change, cell: str) -> list[str]:
 
 
 def test_a_row_that_is_wrong_would_be_noticed() -> None:
-    change = Change("", (("megatron_rc/batch.py", "", ""),), {"megatron_rc/tasks/x.py": ""}, "")
+    change = Change("", (("megatron_rc/batch.py", "", ""),), "", {"megatron_rc/tasks/x.py": ""})
     assert problems(change, "`batch.py`, a file in `tasks/`; `cli.py`") == []
     assert problems(change, "`cli.py`") == [
         "the row lacks megatron_rc/batch.py", "the change does not touch megatron_rc/cli.py",

@@ -38,11 +38,6 @@ def Rejection(statistic="ratio", level="sequence", reduce="sum", lower=None, upp
 """
 DOCUMENTED: dict[str, Callable[..., Any]] = {}
 exec(SIGNATURES, {name: getattr(megatron_rc, name) for name in ("Extras", "HeadInputs", "LossOptions")}, DOCUMENTED)
-# fmt: off
-PRESETS = ["none", "token-tis", "token-mis", "icepop", "seq-tis", "seq-mis", "geo-mask", "geo-mask-token-tis",
-           "seq-mask-tis", "veto", "k3-reject", "trust-region-mask", "standardized", "prefix-tis",
-           "off-policy-sequence-mask"]
-# fmt: on
 
 
 def loaded_after(statements: str) -> set[str]:
@@ -83,14 +78,6 @@ def test_signatures_are_the_documented_ones(name: str) -> None:
     found = getattr(megatron_rc, name)
     assert parameters(found) == parameters(DOCUMENTED[name])
     assert inspect.isfunction(found) or found.__dataclass_params__.frozen
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_survives_yaml_and_dictionaries(name: str) -> None:
-    preset = megatron_rc.RolloutCorrection.preset(name)
-    assert megatron_rc.RolloutCorrection.from_yaml(preset.to_yaml()) == preset
-    assert megatron_rc.RolloutCorrection.from_dict(preset.to_dict()) == preset
-    assert (preset == megatron_rc.RolloutCorrection()) == (name == "none")
 
 
 def test_results_are_named() -> None:

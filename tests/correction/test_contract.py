@@ -211,20 +211,14 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
 
 def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
     gate = Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage")
+    correction = RolloutCorrection(reject=(gate,))
     # means of 1, -1 and 0: only the second is negative
     per_token = torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0])
     train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, -1.0, -1.0, -1.0, lengths=[2, 2, 1])
     mask[3] = False
-    corrected = correct(
-        train, rollout, mask, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=cu_seqlens, advantages=per_token
-    )
-    assert corrected.mask.tolist() == [True, True, False, False, True]
-    per_sequence = torch.tensor([0.5, -0.5, 0.0])
-    again = correct(
-        train, rollout, mask, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=cu_seqlens,
-        advantages=per_sequence,
-    )  # fmt: skip
-    assert torch.equal(again.mask, corrected.mask)
+    for advantages in (per_token, torch.tensor([0.5, -0.5, 0.0])):
+        found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages)
+        assert found.mask.tolist() == [True, True, False, False, True]
 
 
 def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, by_the_book, case, gapped, weight
-from extras import correct
+from extras import correct, on_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,13 +112,6 @@ def test_corrupt_log_probs_follow_their_definition(
     check(batch, correction)
 
 
-def run(
-    correction: RolloutCorrection, *log_ratios: float, lengths: list[int] | None = None, **options: Any
-) -> Corrected:
-    train, rollout, mask, cu_seqlens = gapped(*log_ratios, lengths=lengths)
-    return correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, **options)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bound", [0.25, 0.999, 1.001, 2.0, 3.0, 7.5])
 def test_a_ratio_exactly_on_a_bound_is_kept(level: Any, bound: float) -> None:
@@ -126,12 +119,12 @@ def test_a_ratio_exactly_on_a_bound_is_kept(level: Any, bound: float) -> None:
     # quarters are exact in fp32, so the sum is log(bound) as fp32 stores it
     logs = [torch.tensor(math.log(bound)).item() / parts] * 4
     for sides in ({"lower": bound, "upper": 100.0}, {"lower": 1e-3, "upper": bound}):
-        corrected = run(RolloutCorrection(Weight(level, "mask", **sides)), *logs)
+        corrected = on_gaps(RolloutCorrection(Weight(level, "mask", **sides)), *logs)
         assert corrected.mask.all()
         assert corrected.weights.tolist() == pytest.approx([bound] * 4)
         unit = {"geometric": "sequence"}.get(level, level)
         reduce = "sum" if level == "sequence" else "mean"
-        assert run(RolloutCorrection(reject=(Rejection("ratio", unit, reduce, **sides),)), *logs).mask.all()
+        assert on_gaps(RolloutCorrection(reject=(Rejection("ratio", unit, reduce, **sides),)), *logs).mask.all()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
@@ -149,18 +142,18 @@ def test_a_ratio_just_outside_a_bound_is_dropped(level: Any) -> None:
 def test_asymmetric_bounds_are_on_train_over_rollout(level: Any) -> None:
     # pi / mu of 0.65, 1.35 and 1.5; on mu / pi the band [0.6, 1.4] would keep 1.5 and drop 0.65
     logs = [math.log(r) for r in (0.65, 1.35, 1.5)]
-    corrected = run(RolloutCorrection(Weight(level, "mask", 0.6, 1.4)), *logs, lengths=[1, 1, 1])
+    corrected = on_gaps(RolloutCorrection(Weight(level, "mask", 0.6, 1.4)), *logs, lengths=[1, 1, 1])
     assert corrected.mask.tolist() == [True, True, False]
     unit = {"geometric": "sequence"}.get(level, level)
-    gated = run(RolloutCorrection(reject=(Rejection("ratio", unit, lower=0.6, upper=1.4),)), *logs, lengths=[1, 1, 1])
-    assert gated.mask.tolist() == [True, True, False]
+    gate = RolloutCorrection(reject=(Rejection("ratio", unit, lower=0.6, upper=1.4),))
+    assert on_gaps(gate, *logs, lengths=[1, 1, 1]).mask.tolist() == [True, True, False]
 
 
 def test_the_weight_comes_before_the_gates_and_normalisation_last() -> None:
     correction = RolloutCorrection(
         Weight("token", "truncate", upper=2.0), (Rejection("ratio", "token", upper=4.0),), normalize="batch"
     )
-    corrected = run(correction, *(math.log(r) for r in (1.0, 3.0, 8.0)))
+    corrected = on_gaps(correction, *(math.log(r) for r in (1.0, 3.0, 8.0)))
     # the gate sees 8, not the truncated 2; the mean is over the two kept tokens, after truncation: (1 + 2) / 2
     assert corrected.mask.tolist() == [True, True, False]
     assert corrected.weights.tolist() == pytest.approx([2 / 3, 4 / 3, 0])
@@ -171,7 +164,7 @@ def test_the_weight_comes_before_the_gates_and_normalisation_last() -> None:
 
 def test_batch_normalisation_of_nothing_leaves_zeros() -> None:
     correction = RolloutCorrection(Weight("token", "mask", 0.5, 2.0), normalize="batch")
-    corrected = run(correction, 5.0, -5.0)
+    corrected = on_gaps(correction, 5.0, -5.0)
     assert corrected.weights.tolist() == [0, 0]
     assert not corrected.mask.any()
 
@@ -180,7 +173,7 @@ def test_gates_compare_unclamped_logs_and_weights_clamped_ones() -> None:
     correction = RolloutCorrection(
         Weight("token", "truncate", upper=INF), (Rejection("ratio", "token", lower=math.exp(-40)),), log_ratio_bound=3.0
     )
-    corrected = run(correction, -30.0, -50.0, 10.0, 0.5)
+    corrected = on_gaps(correction, -30.0, -50.0, 10.0, 0.5)
     assert corrected.mask.tolist() == [True, False, True, True]
     assert corrected.weights.tolist() == pytest.approx([math.exp(-3), 0, math.exp(3), math.exp(0.5)])
     values = corrected.metrics.values()
@@ -191,7 +184,7 @@ def test_gates_compare_unclamped_logs_and_weights_clamped_ones() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt(level: Any) -> None:
-    corrected = run(RolloutCorrection(Weight(level, "truncate", upper=2.0)), 0.1, -INF, 0.2, lengths=[2, 1])
+    corrected = on_gaps(RolloutCorrection(Weight(level, "truncate", upper=2.0)), 0.1, -INF, 0.2, lengths=[2, 1])
     assert corrected.mask.all()
     assert corrected.weights[1] == 0
     assert corrected.weights[0] == (pytest.approx(math.exp(0.1)) if level == "token" else 0)
@@ -199,7 +192,8 @@ def test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt
     values = corrected.metrics.values()
     assert values["nonfinite_count"] == 0
     assert all(math.isfinite(v) for name, v in values.items() if name != "prob_correlation")
-    assert run(RolloutCorrection.preset("veto"), 0.1, -INF, 0.2, lengths=[2, 1]).mask.tolist() == [False, False, True]
+    vetoed = on_gaps(RolloutCorrection.preset("veto"), 0.1, -INF, 0.2, lengths=[2, 1])
+    assert vetoed.mask.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("bad_train, bad_rollout", [(NAN, 0), (INF, 0), (0, NAN), (0, INF), (0, -INF), (-INF, -INF)])
@@ -230,14 +224,13 @@ def test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped() -> None:
     statistics = {"shift": torch.tensor([0.1, NAN, 0.1])}
     for level, kept in (("token", [True, False, True]), ("sequence", [False, False, True])):
         gate = Rejection("shift", level, "max", upper=1.0)  # type: ignore[arg-type]
-        corrected = run(RolloutCorrection(reject=(gate,)), 0, 0, 0, lengths=[2, 1], statistics=statistics)
+        corrected = on_gaps(RolloutCorrection(reject=(gate,)), 0, 0, 0, lengths=[2, 1], statistics=statistics)
         assert corrected.mask.tolist() == kept
 
 
 def normalized_sequences(log_ratios: list[float], bound: float = 20.0) -> Any:
-    train, rollout, mask, cu_seqlens = gapped(*log_ratios, lengths=[1] * len(log_ratios))
     correction = RolloutCorrection(Weight("sequence", "truncate", upper=2.0), normalize="batch", log_ratio_bound=bound)
-    return correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+    return on_gaps(correction, *log_ratios, lengths=[1] * len(log_ratios))
 
 
 def test_normalizing_is_exact_within_the_log_ratio_bound_and_blind_beyond_it() -> None:

@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from context_slice import context_slice
+from context_slice import context_slice, numbered_batch
 from correction_book import Case, case
 from distributed import run_ranks
 from extras import correct
 from torch import Tensor
 
-from megatron_rc.batch import TokenBatch, segments
+from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
-from megatron_rc.engine import SamplingParams
 
 LENGTHS = (7, 0, 30, 5, 1, 16, 9)
 # uneven; of three data-parallel ranks one holds nothing
@@ -74,14 +73,7 @@ def whole_batch() -> Case:
 
 
 def as_token_batch(batch: Case) -> TokenBatch:
-    """Its `tokens` are row numbers, so that a context-parallel slice says which rows it holds."""
-    rows = torch.arange(len(batch.mask))
-    ids, count = segments(batch.mask, batch.cu_seqlens)
-    return TokenBatch(
-        tokens=rows, targets=rows, position_ids=rows, loss_mask=batch.mask, rollout_logprobs=batch.rollout,
-        cu_seqlens=batch.cu_seqlens, segment_ids=ids, weight_versions=rows, lengths=LENGTHS, num_segments=count,
-        sampling=SamplingParams(),
-    )  # fmt: skip
+    return numbered_batch(batch.mask, batch.cu_seqlens, batch.rollout)
 
 
 def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, cp_group: Any) -> Answer:

@@ -8,17 +8,13 @@ import pytest
 import torch
 from correction_book import Case, by_the_book
 from enumeration import WORLDS, Batch, World
+from enumeration import world as world
 from torch import Tensor
 
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.loss.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
 
 INF = float("inf")
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def world(request: pytest.FixtureRequest) -> World:
-    return WORLDS[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +29,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 def weights_by_the_book(world: World, correction: RolloutCorrection) -> list[list[float]]:
     """The weight of every token of every sequence of the world, 0 where it is dropped."""
     once = Batch(world, list(range(len(world.sequences))))
-    train = torch.where(once.loss_mask, world.log_pi[once.context, once.target], 0)
-    case = Case(train, once.rollout, once.loss_mask, once.cu_seqlens, world.reward)
+    case = Case(*once.arguments, once.cu_seqlens, world.reward)
     weights = torch.tensor(by_the_book(case, correction, world.mean_k3()).weights, dtype=torch.float64)
     lengths = once.cu_seqlens.diff().tolist()
     rows = zip(weights.split(lengths), once.loss_mask.split(lengths), strict=True)

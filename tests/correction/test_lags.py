@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case, gapped
-from extras import correct
+from correction_book import Case, case
+from extras import correct, on_gaps
 from test_correction import check
 
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
@@ -47,20 +47,16 @@ def test_tokens_and_units_beyond_a_lag_are_rejected(level: Any, reduce: Any) -> 
 
 @pytest.mark.parametrize(("lag", "upper"), [(0, 1.5), (1, 1.5), (4, 1.5**2), (9, 1.5**3)])
 def test_the_log_bound_grows_with_the_square_root_of_the_lag(lag: int, upper: float) -> None:
-    train, rollout, mask, cu_seqlens = gapped(9.0, -9.0)
     correction = RolloutCorrection(Weight("token", "clip", 1 / 1.5, 1.5, growth="sqrt_lag"))
-    lags = torch.full((2,), lag)
-    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, lags=lags)
+    corrected = on_gaps(correction, 9.0, -9.0, lags=torch.full((2,), lag))
     assert corrected.weights.tolist() == pytest.approx([upper, 1 / upper])
 
 
 @pytest.mark.parametrize("level", ["sequence", "segment"])
 def test_a_unit_is_as_old_as_its_oldest_token(level: Any) -> None:
-    train, rollout, mask, cu_seqlens = gapped(1.0, 1.0, 1.0)
     correction = RolloutCorrection(Weight(level, "truncate", upper=2.5, upper_by_lag=((3, 1.25),)))
-    arguments = {"correction": correction, "cu_seqlens": cu_seqlens}
-    fresh = correct(train, rollout, mask, lags=torch.tensor([0, 2, 1]), **arguments)
-    old = correct(train, rollout, mask, lags=torch.tensor([0, 3, 1]), **arguments)
+    fresh = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 2, 1]))
+    old = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 3, 1]))
     assert fresh.weights.tolist() == [2.5] * 3 and old.weights.tolist() == [1.25] * 3
 
 
@@ -93,9 +89,8 @@ def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_t
     ],
 )
 def test_a_correction_that_depends_on_lags_is_refused_without_them(correction: RolloutCorrection) -> None:
-    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2)
     with pytest.raises(ValueError, match="lags must be given for a rejection on 'lag' and for a weight whose bounds"):
-        correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+        on_gaps(correction, 0.1, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +102,11 @@ def test_a_correction_that_depends_on_lags_is_refused_without_them(correction: R
     ],
 )
 def test_wrong_lags_are_refused(lags: torch.Tensor, message: str) -> None:
-    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2)
     with pytest.raises(ValueError, match=message):
-        correct(train, rollout, mask, correction=RolloutCorrection(), cu_seqlens=cu_seqlens, lags=lags)
+        on_gaps(RolloutCorrection(), 0.1, 0.2, lags=lags)
 
 
 def test_an_infinite_upper_bound_stays_infinite_at_every_lag() -> None:
-    train, rollout, mask, cu_seqlens = gapped(3.0, 3.0)
     correction = RolloutCorrection(Weight(upper=math.inf, growth="sqrt_lag"))
-    lags = torch.tensor([0, 16])
-    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, lags=lags)
+    corrected = on_gaps(correction, 3.0, 3.0, lags=torch.tensor([0, 16]))
     assert corrected.weights.tolist() == pytest.approx([math.exp(3)] * 2)

@@ -23,14 +23,12 @@ def measured(level: Any) -> RolloutCorrection:
 
 def units_by_the_book(batch: Case, level: str) -> list[tuple[float, float]]:
     """(rho, A) of every token, or of every whole sequence."""
-    units = []
-    for s, (a, b) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
-        logs = [(batch.train[t] - batch.rollout[t]).item() for t in range(a, b) if batch.mask[t]]
-        advantages = batch.advantages[a:b] if len(batch.advantages) == len(batch.mask) else None
-        of_tokens = (
-            [x.item() for x, m in zip(advantages, batch.mask[a:b], strict=True) if m]
-            if advantages is not None
-            else [batch.advantages[s].item()] * len(logs)
+    units, advantages = [], batch.advantages
+    if len(advantages) != len(batch.mask):
+        advantages = advantages.repeat_interleave(batch.cu_seqlens.diff())
+    for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
+        logs, of_tokens = (
+            values[a:b][batch.mask[a:b]].tolist() for values in (batch.train - batch.rollout, advantages)
         )
         if level == "token":
             units += [(math.exp(log), A) for log, A in zip(logs, of_tokens, strict=True)]
@@ -103,11 +101,8 @@ def test_the_measured_c_has_the_least_enumerated_error_and_loosens_as_samples_gr
 
 
 def batch_sums(batch: Batch) -> dict[str, float]:
-    train = torch.where(batch.loss_mask, batch.world.log_pi[batch.context, batch.target], 0)
-    metrics = correct(
-        train, batch.rollout, batch.loss_mask, correction=measured("sequence"), measured_upper=FIRST,
-        cu_seqlens=batch.cu_seqlens, advantages=batch.world.reward[batch.which],
-    ).metrics  # fmt: skip
+    options: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "advantages": batch.world.reward[batch.which]}
+    metrics = correct(*batch.arguments, correction=measured("sequence"), measured_upper=FIRST, **options).metrics
     fetched = metrics._fetch()[""]
     return {name: fetched[name] for name in (*SUMS, UNITS)}
 

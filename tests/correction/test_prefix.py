@@ -5,23 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from context_slice import context_slice
+from context_slice import context_slice, numbered_batch
 from correction_book import case, gapped
 from enumeration import WORLDS, Batch, World
+from enumeration import world as world
 from extras import correct
 from test_correction import check
 from torch import Tensor
 
-from megatron_rc.batch import TokenBatch, segments
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
-from megatron_rc.engine import SamplingParams
 
 UNBOUNDED = RolloutCorrection(Weight("prefix", upper=math.inf))
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def world(request: pytest.FixtureRequest) -> World:
-    return WORLDS[request.param]
 
 
 def future_under_mu(world: World) -> Tensor:
@@ -63,11 +57,10 @@ def test_they_are_unbiased_for_the_policy_gradient_where_no_reward_comes_after_t
 
 def test_they_spread_less_than_weights_of_sequences_and_average_to_one(world: World) -> None:
     batch = Batch.population(world)
-    train = torch.where(batch.loss_mask, world.log_pi[batch.context, batch.target], 0)
     moments = []
     for level in ("prefix", "sequence"):
         correction = RolloutCorrection(Weight(level, upper=math.inf))  # type: ignore[arg-type]
-        found = correct(train, batch.rollout, batch.loss_mask, correction=correction, cu_seqlens=batch.cu_seqlens)
+        found = correct(*batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens)
         weights = found.weights[batch.loss_mask]
         moments.append(weights.square().mean().item())
         first = torch.cat([part[:1] for part in found.weights.split(batch.cu_seqlens.diff().tolist())])
@@ -77,8 +70,8 @@ def test_they_spread_less_than_weights_of_sequences_and_average_to_one(world: Wo
 
 def test_the_gradient_has_less_variance_than_with_weights_of_sequences_in_two_worlds_of_three() -> None:
     calmer = []
-    for name, world in WORLDS.items():
-        batch, moments = Batch.population(world), []
+    for name, one in WORLDS.items():
+        batch, moments = Batch.population(one), []
         for level in ("prefix", "sequence"):
             result = batch.run(RolloutCorrection(Weight(level, upper=math.inf)))  # type: ignore[arg-type]
             each = batch.gradient_of_each(result).flatten(1)
@@ -108,13 +101,7 @@ def test_the_log_bound_of_the_fourth_token_is_twice_that_of_the_first() -> None:
 
 def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:
     mask = torch.tensor([False, True, True, False, True, False, False, True, True, False])
-    rows, cu_seqlens = torch.arange(10), torch.tensor([0, 6, 10], dtype=torch.int32)
-    ids, count = segments(mask, cu_seqlens)
-    batch = TokenBatch(
-        tokens=rows, targets=rows, position_ids=rows, loss_mask=mask, rollout_logprobs=rows.float(),
-        cu_seqlens=cu_seqlens, segment_ids=ids, weight_versions=rows, lengths=(6, 4), num_segments=count,
-        sampling=SamplingParams(),
-    )  # fmt: skip
+    batch = numbered_batch(mask, torch.tensor([0, 6, 10], dtype=torch.int32), torch.zeros(10))
     assert batch.positions is not None
     assert batch.positions[mask].tolist() == [0, 1, 2, 0, 1]
     for part in (batch.select([1, 0]), *(context_slice(batch, 2, rank) for rank in (0, 1))):

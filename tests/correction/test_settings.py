@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from correction_book import gapped
-from extras import correct
+from extras import on_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +111,7 @@ def test_one_sided_and_infinite_bounds_are_legal() -> None:
         ("veto", None, [("ratio", "sequence", "min", 1e-4, None, "always")]),
         ("k3-reject", None, [("k3", "sequence", "mean", None, 0.01, "always")]),
         ("trust-region-mask", None, [("k2", "sequence", "max", None, 2.0, "always")]),
+        ("standardized", ("token", "truncate", None, 2.0), [("standardized", "sequence", "sum", None, 2.0, "always")]),
         ("prefix-tis", ("prefix", "truncate", None, 2.0), []),
         ("off-policy-sequence-mask", None,
          [("ratio", "sequence", "mean", math.exp(-0.5), None, "negative_advantage")]),
@@ -123,7 +123,9 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
     assert preset.weight is None or not preset.weight.reads_lags
     assert [dataclasses.astuple(gate) for gate in preset.reject] == gates
     assert preset.old == ("rollout" if name == "off-policy-sequence-mask" else "recompute")
+    assert (preset == RolloutCorrection()) == (name == "none")
     assert PRESETS[name].source
+    assert RolloutCorrection.from_yaml(preset.to_yaml()) == RolloutCorrection.from_dict(preset.to_dict()) == preset
     for surrogate in SURROGATES:
         check_surrogate(surrogate, preset)
 
@@ -250,9 +252,8 @@ def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(weight.MODES, "floor", row)
     with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
         Weight(mode="floor", upper=3.0)
-    train, rollout, mask, cu_seqlens = gapped(-1.0, 0.5)
     correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
-    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+    corrected = on_gaps(correction, -1.0, 0.5)
     assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
     assert corrected.mask.all()
     assert corrected.metrics.values()["raised_token"] == 0.5

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case, gapped
-from extras import correct
+from correction_book import case
+from extras import correct, on_gaps
 
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
@@ -70,9 +70,7 @@ def test_a_sequence_on_the_bound_is_kept_and_beyond_it_is_dropped() -> None:
     mean_k3 = torch.tensor(1 / 32)
     for edge, step in ((7 / 8, 1e-6), (-9 / 8, -1e-6)):
         for total, kept in ((edge, True), (edge + step, False)):
-            train, rollout, mask, cu_seqlens = gapped(total, 0.0, 0.0, 0.0)
-            found = correct(train, rollout, mask, correction=GATE, cu_seqlens=cu_seqlens, mean_k3=mean_k3)
-            assert found.mask.all() == kept, total
+            assert on_gaps(GATE, total, 0.0, 0.0, 0.0, mean_k3=mean_k3).mask.all() == kept, total
 
 
 @pytest.mark.parametrize(("spread", "percent"), [(0.5, 84), (2.0, 50), (16.0, 0.0128)])
@@ -103,10 +101,9 @@ def test_a_given_mean_k3_makes_every_cut_into_micro_batches_equal() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_mean_k3_is_returned_in_fp64_whatever_was_given(dtype: torch.dtype) -> None:
-    train, rollout, mask, cu_seqlens = gapped(0.5, 0.0, -0.25)
     given = torch.tensor(1 / 32, dtype=dtype)
     for mean_k3 in (None, given):
-        found = correct(train, rollout, mask, correction=GATE, cu_seqlens=cu_seqlens, mean_k3=mean_k3).mean_k3
+        found = on_gaps(GATE, 0.5, 0.0, -0.25, mean_k3=mean_k3).mean_k3
         assert found is not None and found.dtype == torch.float64 and found > 0
     assert found == given
 

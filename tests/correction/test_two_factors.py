@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case, gapped
+from correction_book import Case, case
 from enumeration import Batch, World
-from extras import correct
+from extras import correct, on_gaps
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
@@ -65,20 +65,18 @@ def test_each_factor_is_reported_by_itself() -> None:
 def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_sampled() -> None:
     world = World(3, stops=False)
     batch = Batch.population(world)
-    train = torch.where(batch.loss_mask, world.log_pi[batch.context, batch.target], 0)
     middle = torch.where(batch.loss_mask, world.reference.log_softmax(1)[batch.context, batch.target], 0)
     arguments = {"cu_seqlens": batch.cu_seqlens, "sampling_logprobs": middle}
     token, two = (
-        correct(train, batch.rollout, batch.loss_mask, correction=RolloutCorrection(weight), **arguments).weights
+        correct(*batch.arguments, correction=RolloutCorrection(weight), **arguments).weights
         for weight in (Weight(upper=math.inf), Weight(upper=math.inf, staleness_upper=math.inf))
     )
     torch.testing.assert_close(two, token, rtol=1e-12, atol=0)
     # its bias is the excess of either factor over its bound, token by token
     bounded = correct(
-        train, batch.rollout, batch.loss_mask,
-        correction=RolloutCorrection(Weight(upper=1.1, staleness_upper=1.2)), **arguments,
-    ).weights  # fmt: skip
-    first, second = (middle - batch.rollout).exp(), (train - middle).exp()
+        *batch.arguments, correction=RolloutCorrection(Weight(upper=1.1, staleness_upper=1.2)), **arguments
+    ).weights
+    first, second = (middle - batch.rollout).exp(), (batch.train - middle).exp()
     lost = first * second - first.clamp(max=1.1) * second.clamp(max=1.2)
     mask = batch.loss_mask
     assert (token - bounded)[mask].mean().item() == pytest.approx(lost[mask].mean().item(), rel=1e-9)
@@ -87,24 +85,20 @@ def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_s
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_corrupt_log_prob_of_the_version_that_sampled_is_corruption(broken: float) -> None:
-    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2, 0.3)
-    sampling = torch.tensor([0.0, broken, 0.1])
     correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
-    found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, sampling_logprobs=sampling)
+    found = on_gaps(correction, 0.1, 0.2, 0.3, sampling_logprobs=torch.tensor([0.0, broken, 0.1]))
     assert found.mask.tolist() == [True, False, True]
     assert found.bad_sequences.tolist() == [True]
     assert found.metrics.values()["nonfinite_count"] == 1
 
 
 def test_a_token_that_pi_gives_no_chance_weighs_nothing() -> None:
-    train, rollout, mask, cu_seqlens = gapped(-math.inf, 0.2)
     correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
-    found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, sampling_logprobs=rollout)
+    found = on_gaps(correction, -math.inf, 0.2, sampling_logprobs=torch.zeros(2))
     assert found.weights.tolist() == pytest.approx([0.0, math.exp(0.2)]) and found.mask.all()
 
 
 def test_it_is_refused_without_the_log_probs_of_the_version_that_sampled() -> None:
-    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2)
     correction = RolloutCorrection(Weight(staleness_upper=2.0))
     with pytest.raises(ValueError, match="sampling_logprobs must be given for a weight with staleness_upper: log"):
-        correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+        on_gaps(correction, 0.1, 0.2)

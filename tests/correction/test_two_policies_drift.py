@@ -1,20 +1,14 @@
 """PPO's clip on pi / mu pulls pi towards mu where the reward says nothing; recomputed old log-probs leave it alone."""
 
-import pytest
 import torch
 from enumeration import Batch, World
+from enumeration import world as world
 from torch import Tensor
 
 from megatron_rc.correction.settings import RolloutCorrection
 
-WORLDS = {"fixed length": World(3, stops=False), "early stop": World(4, stops=True, seed=1)}
 LOWER, UPPER = 0.2, 0.28
 CLIP = {"surrogate": "ppo", "clip_lower": LOWER, "clip_upper": UPPER}
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def world(request: pytest.FixtureRequest) -> World:
-    return WORLDS[request.param]
 
 
 def drift(world: World, old: str) -> Tensor:

@@ -12,7 +12,6 @@ from hosts.slime.host import MILES, PATH, arguments, clipped, micro_batch, rollo
 from hosts.slime.single import alone, loss_of
 from hosts.slime.single import in_one_process as in_one_process
 
-from megatron_rc import RolloutCorrection, correct
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
@@ -205,14 +204,7 @@ def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone
     settings = {"preset": "token-tis", "normalize": "batch", "reject": [gate]}
     args = arguments(megatron_rc={"correction": settings}, **DATA_HOOK)
     slime.rollout_data(args, 3, data)
-    corrected = correct(
-        torch.cat(data["log_probs"]),
-        torch.cat(data["rollout_log_probs"]),
-        torch.cat(whole.loss_masks).bool(),
-        correction=RolloutCorrection.from_dict(settings),
-        cu_seqlens=torch.tensor([0, *whole.responses]).cumsum(0).int(),
-        advantages=torch.cat(before),
-    )
+    corrected = whole.corrected(settings)
     kept = corrected.weights[corrected.mask]
     assert kept.mean().item() == pytest.approx(1) and not corrected.mask.all()
     torch.testing.assert_close(torch.cat(data["advantages"]), torch.cat(before) * corrected.weights)

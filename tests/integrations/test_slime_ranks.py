@@ -10,10 +10,6 @@ from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, whole
 from hosts.slime.excerpt import first_steps
 from hosts.slime.runs import BATCH_MEAN, PADDED, UNITS, golden, whole_gradient, work
-from torch import Tensor
-
-from megatron_rc import RolloutCorrection, correct
-from megatron_rc.correction.correct import Corrected
 
 LABELS = [f"{layout}{padded}" for layout in ("tp2", "cp2", "dp2") for padded in ("", " padded")]
 HOSTS = {"slime": "", "miles": " padded"}
@@ -105,24 +101,11 @@ def test_miles_rounds_to_bf16_the_gradient_that_we_keep_in_fp32(results: Results
             assert torch.equal(theirs["gradient"], theirs["gradient"].bfloat16().float())
 
 
-def by_hand(correction: Any) -> tuple[Corrected, Tensor]:
-    """The correction of all samples in one process, and their advantages."""
-    samples = whole()
-    corrected = correct(
-        torch.cat(samples.values["log_probs"]),
-        torch.cat(samples.values["rollout_log_probs"]),
-        torch.cat(samples.loss_masks).bool(),
-        correction=RolloutCorrection.from_dict(correction),
-        cu_seqlens=torch.tensor([0, *samples.responses]).cumsum(0).int(),
-    )
-    return corrected, torch.cat(samples.values["advantages"])
-
-
 @pytest.mark.host("slime", "miles", proof="stand-in", feature="turns as units (`level: segment`)")
 @of_each_host
 @pytest.mark.parametrize("unit", UNITS)
 def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, unit: str, padded: str) -> None:
-    weights = by_hand(UNITS[unit])[0].weights
+    weights = whole().corrected(UNITS[unit]).weights
     assert len(set(weights.tolist())) > 3
     for rank, found in enumerate(results):
         close(found["hooks", f"tp2{padded}", ""][unit], weights)
@@ -131,8 +114,8 @@ def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, u
 
 @pytest.mark.host("slime", proof="stand-in", feature="data-parallel ranks")
 def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(results: Results) -> None:
-    corrected, advantages = by_hand(BATCH_MEAN)
-    weighted, pooled = corrected.weights * advantages, corrected.metrics.values()
+    corrected = whole().corrected(BATCH_MEAN)
+    weighted, pooled = corrected.weights * torch.cat(whole().values["advantages"]), corrected.metrics.values()
     first = sum(whole().responses[:2])
     for rank, found in enumerate(results):
         close(found["hooks", "tp2", ""]["advantages"], weighted)

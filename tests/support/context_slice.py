@@ -1,8 +1,21 @@
 """The rows of a batch that one context-parallel rank of Megatron has."""
 
 import torch
+from torch import Tensor
 
-from megatron_rc.batch import TokenBatch
+from megatron_rc.batch import TokenBatch, segments
+from megatron_rc.engine import SamplingParams
+
+
+def numbered_batch(mask: Tensor, cu_seqlens: Tensor, rollout_logprobs: Tensor) -> TokenBatch:
+    """A batch whose `tokens` are row numbers, so that a context-parallel slice says which rows it holds."""
+    rows = torch.arange(len(mask))
+    ids, count = segments(mask, cu_seqlens)
+    return TokenBatch(
+        tokens=rows, targets=rows, position_ids=rows, loss_mask=mask, rollout_logprobs=rollout_logprobs,
+        cu_seqlens=cu_seqlens, segment_ids=ids, weight_versions=rows, lengths=tuple(cu_seqlens.diff().tolist()),
+        num_segments=count, sampling=SamplingParams(),
+    )  # fmt: skip
 
 
 def context_slice(batch: TokenBatch, size: int, rank: int) -> TokenBatch:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from grouped import grouped
 from torch import Tensor
@@ -134,7 +135,10 @@ class Batch:
         self.world = world
         self.context, self.target, self.loss_mask = torch.tensor(context), torch.tensor(target), torch.tensor(mask)
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        self.rollout = torch.where(self.loss_mask, world.mu.log()[self.context, self.target], 0)
+        self.train, self.rollout = (
+            torch.where(self.loss_mask, table[self.context, self.target], 0) for table in (world.log_pi, world.mu.log())
+        )
+        self.arguments = self.train, self.rollout, self.loss_mask
 
     @classmethod
     def population(cls, world: World) -> "Batch":
@@ -195,3 +199,8 @@ WORLDS = {
     "early stop": World(4, stops=True, seed=1),
     "two turns": World(4, stops=False, turn=2, seed=2),
 }
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest) -> World:
+    return WORLDS[request.param]

@@ -142,26 +142,25 @@ def padded(batch: Batch, rows: int) -> Batch:
 
 @st.composite
 def corrections(draw: st.DrawFn) -> RolloutCorrection:
+    def one_of(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
     def bounds(name: str) -> dict[str, float | None]:
         lower, upper = BOUNDS[name]
-        sides = draw(st.sampled_from(["lower", "upper", "both"]))
+        sides = one_of("lower", "upper", "both")
         return {"lower": None if sides == "upper" else lower, "upper": None if sides == "lower" else upper}
 
     weight = None
-    level = draw(st.sampled_from([None, "token", "sequence", "geometric", "segment", "prefix"]))
+    level = one_of(None, "token", "sequence", "geometric", "segment", "prefix")
     if level is not None:
-        mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
+        mode = one_of("truncate", "clip", "mask")
         both = {"lower": BOUNDS["ratio"][0], "upper": BOUNDS["ratio"][1]}
-        sides = {"truncate": {"upper": draw(st.sampled_from([1.297, INF]))}, "clip": both, "mask": bounds("ratio")}[
-            mode
-        ]
-        varied: Any = draw(
-            st.sampled_from([{}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))}])
-        )
+        sides = {"truncate": {"upper": one_of(1.297, INF)}, "clip": both, "mask": bounds("ratio")}[mode]
+        varied = one_of({}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))})
         if level == "token" and not varied:
-            varied = draw(st.sampled_from([{}, {"staleness_upper": 1.211}]))
+            varied = one_of({}, {"staleness_upper": 1.211})
         if level == "prefix":
-            varied = draw(st.sampled_from([{}, {"growth": "sqrt_position"}]))
+            varied = one_of({}, {"growth": "sqrt_position"})
         if varied.get("upper_by_lag") and sides.get("upper") is None:
             varied = {}
         weight = Weight(level, mode, **sides, **varied)
@@ -169,16 +168,14 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
     gates = tuple(
         Rejection(
             name,
-            draw(st.sampled_from(LEVELS)),
-            draw(st.sampled_from(["sum", "mean", "max", "min"])),
-            when=draw(st.sampled_from(["always", "negative_advantage"])),
+            one_of(*LEVELS),
+            one_of("sum", "mean", "max", "min"),
+            when=one_of("always", "negative_advantage"),
             **bounds(name),
         )
         for name in names
     )
-    return RolloutCorrection(
-        weight, gates, draw(st.sampled_from(["none", "batch"])), log_ratio_bound=draw(st.sampled_from([20.0, 3.3]))
-    )
+    return RolloutCorrection(weight, gates, one_of("none", "batch"), log_ratio_bound=one_of(20.0, 3.3))
 
 
 @st.composite

@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_rc.analyze import terminal
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
 
@@ -251,6 +252,13 @@ ONE_EACH = list({code: name for name, (code, _) in reversed(TRAPS.items())}.valu
 
 def diagnosed(*chunks: Chunk, source: str = "a dump", **options: Any) -> Diagnosis:
     return diagnosis_of(chunks, source, "arrays", CorruptRows(), **options)
+
+
+def evidence_of(*chunks: Chunk) -> Evidence:
+    gathering = Gathering()
+    for chunk in chunks:
+        gathering.add(chunk)
+    return gathering.evidence()
 
 
 def levels(diagnosis: Diagnosis) -> dict[str, Level]:

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rc import RolloutCorrection, correct
+from megatron_rc.correction.correct import Corrected
+
 PATH = "megatron_rc.integrations.slime."
 VOCAB = 12
 SHAPES = ((3, 5), (1, 1), (9, 2), (2, 8))
@@ -77,6 +80,15 @@ class Rollout:
     def current(self, logits: Tensor) -> Tensor:
         """Log-probs of the response tokens by packed logits [1, T, VOCAB] of SHAPES."""
         return logits[0].log_softmax(-1)[ROWS].gather(1, self.targets[:, None])[:, 0]
+
+    def corrected(self, correction: Any) -> Corrected:
+        """The correction of all samples in one process."""
+        names = ("log_probs", "rollout_log_probs", "advantages")
+        train, sampled, advantages = (torch.cat(self.values[name]) for name in names)
+        return correct(
+            train, sampled, torch.cat(self.loss_masks).bool(), correction=RolloutCorrection.from_dict(correction),
+            cu_seqlens=torch.tensor([0, *self.responses]).cumsum(0).int(), advantages=advantages,
+        )  # fmt: skip
 
     def held(self, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:
         """Per sample, the response tokens whose logits a context-parallel rank holds."""
