@@ -158,5 +158,5 @@ class Preset(NamedTuple):
     """The origin of the form and of the bounds."""
 
 
-PRESETS = {name: Preset(RolloutCorrection(**method.fields), method.source) for name, method in METHODS.items()}
+PRESETS = {name: Preset(RolloutCorrection(**fields), source) for name, (fields, source) in METHODS.items()}
 """Every method of `correction.presets`."""

@@ -15,10 +15,10 @@ Assignments = Annotated[
 
 def _gone(value: list[str]) -> None:
     if value:
-        where = (
-            "launch/train.sbatch and launch/train_sglang.sbatch start several under Slurm, which knows their addresses"
+        raise ValueError(
+            "megatron-rc starts one machine and takes no addresses of others; launch/train.sbatch and "
+            "launch/train_sglang.sbatch start several under Slurm, which knows their addresses (docs/launch.md)"
         )
-        raise ValueError(f"megatron-rc starts one machine and takes no addresses of others; {where} (docs/launch.md)")
 
 
 OtherMachines = Annotated[

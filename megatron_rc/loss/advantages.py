@@ -69,14 +69,9 @@ def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Ten
     """One value per sequence [S] -> one per token [N] packed; 0 in rows that no sequence covers."""
     from torch.nn.functional import pad
 
-    return pad(values, (1, 1)).repeat_interleave(row_counts(cu_seqlens, num_tokens), output_size=num_tokens)
-
-
-def row_counts(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[S + 2]: the number of rows before the first sequence, in every sequence, and after the last one."""
-    from torch.nn.functional import pad
-
-    return pad(pad(cu_seqlens, (1, 0)), (0, 1), value=num_tokens).diff()
+    # [S + 2]: the number of rows before the first sequence, in every sequence, and after the last one
+    rows = pad(pad(cu_seqlens, (1, 0)), (0, 1), value=num_tokens).diff()
+    return pad(values, (1, 1)).repeat_interleave(rows, output_size=num_tokens)
 
 
 class _Groups(NamedTuple):

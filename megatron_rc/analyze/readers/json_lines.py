@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, first_line
+from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile, first_line
 from megatron_rc.analyze.readers.rows import BadRow, Row, packed
 
 MAX_LINE = 64 << 20
@@ -69,11 +69,12 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def read_rows(
-    file: Path, corrupt: CorruptRows, row_of: Callable[[dict[str, Any]], Row], schema: Schema
+    row_of: Callable[[dict[str, Any]], Row], schema: Schema, group: Group, corrupt: CorruptRows
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a file. ``row_of`` turns the JSON object of one line into a row; ``schema`` gives the Arrow
+    """Yield the chunks of one file. ``row_of`` turns the JSON object of one line into a row; ``schema`` gives the Arrow
     types of the values that it reads, as the host writes them.
     """
+    (file,) = group
 
     def of_line(line: bytes) -> Row:
         return row_of(parsed(line))

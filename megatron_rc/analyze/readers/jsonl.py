@@ -1,16 +1,14 @@
 """The columns of this package's Parquet dump as JSON lines, one response per line."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.readers import rows
-from megatron_rc.analyze.readers.dump import CorruptRows, Group
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import IDS, NUMBERS, read_rows
 from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, RENAMED, SPAN, VERSIONS
@@ -22,15 +20,6 @@ SCHEMA = (
     | {LOG_PI: NUMBERS, LOG_MU: NUMBERS, PROMPT: IDS, VERSIONS: pa.list_(pa.struct([(n, pa.int64()) for n in SPAN]))}
 )
 """Types by the name in the file; lists of advantages do not fit, and are read line by line instead."""
-
-
-def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file."""
-    (file,) = group
-    return read_rows(file, corrupt, row_of, SCHEMA)
-
-
-FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", (frozenset({LOG_PI, LOG_MU}),), read)
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:
@@ -72,3 +61,8 @@ def versions(spans: Any, length: int) -> NDArray[np.int64]:
     if end != length:
         raise rows.BadRow(f"weight_versions end at token {end}, {LOG_MU} has {length} values")
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+FORMAT = Format(
+    "jsonl", "megatron-rc JSON lines", "jsonl", (frozenset({LOG_PI, LOG_MU}),), partial(read_rows, row_of, SCHEMA)
+)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,12 @@ SCHEMA = {
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of one file; the step is in its name."""
-    (file,) = group
-    step = step_of(file)
-    return read_rows(file, corrupt, lambda record: row_of(record, step), SCHEMA)
+    numbered = re.search(r"step(\d{1,15})", group[0].name)
+    step = int(numbered[1]) if numbered else None
+    return read_rows(lambda record: row_of(record, step), SCHEMA, group, corrupt)
 
 
 FORMAT = Format("nemo-rl", "NeMo-RL train data", "jsonl", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
-
-
-def step_of(file: Path) -> int | None:
-    match = re.search(r"step(\d{1,15})", file.name)
-    return int(match[1]) if match else None
 
 
 def row_of(record: dict[str, Any], step: int | None) -> rows.Row:

@@ -1,13 +1,11 @@
 """prime-rl's token exports, ``token_exports/step_N/rank_R.jsonl``: one sequence per line."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
-from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers import rows
-from megatron_rc.analyze.readers.dump import CorruptRows, Group
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import FLAGS, IDS, NUMBERS, read_rows
 
@@ -22,15 +20,6 @@ SCHEMA = {
     "token_ids": IDS,
     **{name: pa.int64() for name in SEQUENCE.values()},
 }
-
-
-def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file."""
-    (file,) = group
-    return read_rows(file, corrupt, row_of, SCHEMA)
-
-
-FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:
@@ -51,3 +40,7 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     known = {name: record[key] for name, key in SEQUENCE.items() if record.get(key) is not None}
     tokens = {name: values[span] for name, values in {**columns, "loss_mask": mask}.items()}
     return rows.Row(log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **known})
+
+
+SHOWS = frozenset({LOG_PI, LOG_MU, MASK})
+FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", (SHOWS,), partial(read_rows, row_of, SCHEMA))

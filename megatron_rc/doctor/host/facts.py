@@ -50,11 +50,6 @@ class HostFacts:
             raise Undecided("the host's flags are not known", GIVE_FLAGS)
         return self.given_flags
 
-    @property
-    def is_patched(self) -> bool:
-        """Whether the command runs the host's script through `megatron-rc patch`."""
-        return bool(self.flags.names_beginning("rc-"))
-
     def require_importable(self) -> None:
         if not self.is_importable:
             raise Undecided(f"{self.host.name} cannot be imported here", self.host.where)

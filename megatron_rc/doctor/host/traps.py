@@ -37,7 +37,7 @@ def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
         args = Overrides(facts.flags, facts.host.flag_defaults, facts.host.own_configs)
     else:
         args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
-    other = "unpatched runs" if facts.is_patched else "patched runs"
+    other = "unpatched runs" if facts.flags.names_beginning("rc-") else "patched runs"
     missing: Undecided | None = None
     for rule in rules:
         try:

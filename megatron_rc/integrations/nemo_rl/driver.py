@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc import schema
 from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.nemo_rl.refusals import demanded, refuse
-from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session
+from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings
+from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.learning_rate.scale import Signals
@@ -56,7 +58,9 @@ def make_policy(session: Session, **kwargs: Any) -> Any:
 
         # the Python of the worker that ours extends
         ACTOR_ENVIRONMENT_REGISTRY[WORKER] = ACTOR_ENVIRONMENT_REGISTRY[HOSTS_WORKER]
-        kwargs["config"][KEY] = session.worker_settings()
+        # plain values, which Ray hands to workers
+        rule = settings_of(session.lr_rule, "to other processes")
+        kwargs["config"][KEY] = schema.to_dict(WorkerSettings(lr_rule=rule))
         kwargs["worker_extension_cls_fqn"] = WORKER
     policy = _corrected(Policy)(**kwargs)
     policy.megatron_rc = session

@@ -3,9 +3,7 @@
 import logging
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
-from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.refusals import refuse_correction
@@ -36,10 +34,6 @@ class Session:
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     used: bool = False
     """Whether GRPO's setup has run with this patch."""
-
-    def worker_settings(self) -> dict[str, Any]:
-        """The rule as plain values, which Ray hands to workers."""
-        return schema.to_dict(WorkerSettings(lr_rule=settings_of(self.lr_rule, "to other processes")))
 
     def release(self) -> None:
         """Remove our worker from the host's table; warn if the script never called GRPO's setup."""

@@ -33,11 +33,8 @@ def hands_over_both() -> bool:
     """
     specs = [spec for spec in (find_module(member.tis_caller) for member in FAMILY) if spec is not None]
     files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
-    return bool(specs) and len(files) == len(specs) and all(map(_passes_both, files))
-
-
-def _passes_both(file: Path) -> bool:
-    return {*arguments_of_tis(file)} >= {"current_log_probs", "advantages"}
+    both = {"current_log_probs", "advantages"}
+    return bool(specs) and len(files) == len(specs) and all(both.issubset(arguments_of_tis(file)) for file in files)
 
 
 def arguments_of_tis(file: Path) -> Iterator[str]:

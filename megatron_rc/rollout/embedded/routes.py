@@ -1,5 +1,6 @@
 """The experts that a transformers model chooses while it decodes."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class RouteCapture:
         if not routers:
             raise ValueError("return_routes needs a model with experts, this one has none")
         for layer, router in routers.items():
-            router.register_forward_hook(self._hook(layer))
+            router.register_forward_hook(partial(self._keep_last, layer))
 
     def start(self, rows: int, columns: int) -> None:
         """Expect ``rows`` responses over ``columns`` of the cache; dense layers stay 0."""
@@ -42,8 +43,5 @@ class RouteCapture:
         """[last - first, layers, k] int32 of one response, from column ``first`` up to ``last``."""
         return self._table[row, first:last].clone()
 
-    def _hook(self, layer: int) -> Any:
-        def keep_indices(router: Any, inputs: Any, outputs: Any) -> None:
-            self._last[layer] = outputs[-1]
-
-        return keep_indices
+    def _keep_last(self, layer: int, router: Any, inputs: Any, outputs: Any) -> None:
+        self._last[layer] = outputs[-1]

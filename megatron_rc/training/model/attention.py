@@ -84,10 +84,6 @@ class PackedLayout(PackedSeqParams):
 
     layout: BlockLayout = field(kw_only=True)
 
-    def as_batch_of_one(self) -> "PackedLayout":
-        """The same rows, presented to Megatron as one sequence [N, 1, ...]; attention still follows ``layout``."""
-        return PackedLayout(qkv_format="sbhd", layout=self.layout)
-
 
 def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int, lengths: Sequence[int] | None = None) -> PackedLayout:
     """The layout of N packed rows for GPTModel; every row belongs to a sequence, zero-length sequences are legal.
@@ -123,7 +119,8 @@ class PackedSelfAttention(SelfAttention):
         assert isinstance(packed, PackedLayout), "packed_seq_params must come from attention.packed_seq_params()"
         if angles is not None:
             inputs["rotary_pos_emb"] = angles.index_select(0, packed.layout.positions)
-        inputs["packed_seq_params"] = packed.as_batch_of_one()
+        # the same rows, presented to Megatron as one sequence [N, 1, ...]; attention still follows the layout
+        inputs["packed_seq_params"] = PackedLayout(qkv_format="sbhd", layout=packed.layout)
         return super().forward(hidden_states, attention_mask, **inputs)
 
 
