@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import PRESETS
@@ -17,7 +18,8 @@ EXACT = "exact"
 """The mechanism of a run whose sampler has the trainer's weights and precision, and draws as it reports."""
 
 
-class Facts(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Facts:
     """The settings of a run that claims and figures speak of."""
 
     mechanism: str
@@ -32,6 +34,7 @@ class Facts(NamedTuple):
     lr_rule: str
     task: str
     model: str
+    """model_type of its config.json."""
     world: str
     """Fingerprint of everything else but the seed: runs of one world differ in what stands above alone."""
 

@@ -58,7 +58,7 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
     early = trained[: max(1, len(trained) // 4)]
     k3_early = _average(early, "k3", statistics.median)
     return Row(
-        **facts._asdict(),
+        **vars(facts),
         stage=stage,
         run=cell.folder.parent.name,
         seed=cell.seed,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from collapse.facts import Facts
 from gradients.rows import read, write
 
 UNSEEN = 1e-7
@@ -18,8 +19,8 @@ SIGNALS = ("k3", "ess", "grad_norm", "log_ppl", "length", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One run; numbers that it did not measure are NaN, and empty in the file."""
+class Place:
+    """Where a run stands in the lab."""
 
     stage: str
     run: str
@@ -27,16 +28,12 @@ class Row:
     seed: int
     exact: str
     """The `run` that it is compared with, at the same seed; empty: none."""
-    mechanism: str
-    strength: str
-    method: str
-    control: str
-    lr: float
-    lr_rule: str
-    task: str
-    model: str
-    """model_type of its config.json."""
-    world: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Facts, Place):
+    """One run; numbers that it did not measure are NaN, and empty in the file."""
+
     vocabulary: int
     steps: int
     answers: int

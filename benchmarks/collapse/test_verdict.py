@@ -177,7 +177,7 @@ def planned() -> list[Facts]:
         for choices in {tuple(cell.choices.items()) for cell in grids.cells(grid)}:
             job = grids._settings(grids._fields(grid, dict(choices)))
             facts.add(facts_of(job, job.model.config))
-    return sorted(facts)
+    return list(facts)
 
 
 def missing(where: dict[str, Any], facts: list[Facts]) -> bool:

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path += map(str, Path(__file__).parents[1:3])
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
@@ -34,22 +33,20 @@ from megatron_rc.integrations.slime.layout import Parallel
 from megatron_rc.integrations.verl import driver as verl
 from megatron_rc.integrations.verl import settings as verl_settings
 from megatron_rc.jobs.describe import table
+from speed.operations import OperationCount
 
 LENGTH, MICRO_BATCH = 4096, 2048
 CORRECTIONS = ("none", "token-tis", "geo-mask-token-tis")
 
 
-class Work(TorchDispatchMode):
+class Work(OperationCount):
     """Counts operations that compute, and the elements that they write."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = function(*args, **(kwargs or {}))
+        answer = super().__torch_dispatch__(function, types, args, kwargs)
         if not function.is_view:
-            self.operations += 1
             written = answer if isinstance(answer, tuple | list) else [answer]
             self.elements += sum(each.numel() for each in written if isinstance(each, Tensor))
         return answer
@@ -197,11 +194,11 @@ def main() -> None:
             times[key] += [seconds(hook) for _ in range(10)]
     of_loss = statistics.median(times["loss"])
     print(f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}: the loss takes {of_loss:.2f} s of CPU time,")
-    print(f"{loss.operations:,} operations that write {loss.elements:,} elements.\n")
+    print(f"{loss.operations.total():,} operations that write {loss.elements:,} elements.\n")
     rows = []
     for (host, name), found in work.items():
         median = statistics.median(times[host, name])
-        counts = [f"{found.operations}", f"{found.elements / loss.elements:.3%}"]
+        counts = [f"{found.operations.total()}", f"{found.elements / loss.elements:.3%}"]
         rows.append([host, f"`{name}`", *counts, f"{1000 * median:.1f}", f"{median / of_loss:.2%}"])
     heads = ("hook", "correction", "operations", "elements, share of the loss", "CPU ms", "share of the loss")
     print(table(heads, rows), end="")

@@ -55,13 +55,10 @@ def gone(processes: set[int], seconds: float = 600) -> bool:
 
 def killed(config: Path, output: Path, step: int) -> None:
     """Run a job until ``step`` is recorded, and kill it in the next one, but not the process of its engine."""
-    job = started(config, "--dump", "--set", f"output={output}", freeze_before=("rl", step + 1))
-    before = forked_processes()
-    try:
+    with started(config, "--dump", "--set", f"output={output}", freeze_before=("rl", step + 1)) as job:
+        before = forked_processes()
         job.wait_until_frozen()
         started_later = forked_processes() - before
-    finally:
-        job.kill()
     assert started_later and gone(started_later), "the engine outlived its job"
 
 
@@ -113,15 +110,12 @@ def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Pa
 def test_the_end_of_the_engines_process_ends_the_job_with_a_sentence_and_keeps_its_steps(
     config: Path, tmp_path: Path
 ) -> None:
-    job = started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000")
-    before = forked_processes()
-    try:
+    with started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000") as job:
+        before = forked_processes()
         wait_for_step(job, tmp_path, 1)
         [engine] = forked_processes() - before
         os.kill(engine, signal.SIGKILL)
         status, said = job.wait()
-    finally:
-        job.kill()
     errors = [line for line in said.splitlines() if "error" in line or "Traceback" in line]
     sentence = "the process of the rollout engine was ended by SIGKILL, as the system does when memory runs out"
     assert status == 2 and errors == [f"megatron-rc: error: {sentence}"]
@@ -132,15 +126,12 @@ def test_the_end_of_the_engines_process_ends_the_job_with_a_sentence_and_keeps_i
 @pytest.mark.full
 def test_an_interrupt_of_both_processes_stops_both(config: Path, tmp_path: Path) -> None:
     before = forked_processes()
-    job = started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000")
-    try:
+    with started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000") as job:
         wait_for_step(job, tmp_path, 1)
         both = forked_processes() - before
         for process in both:
             os.kill(process, signal.SIGINT)
         status, said = job.wait()
-    finally:
-        job.kill()
     assert status not in (0, 2) and len(both) == 2 and gone(both)
     assert said.count("Traceback") <= 1, said
 

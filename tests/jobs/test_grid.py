@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from jobs import DENSE, MOE, ROOT, letters_task, run_together, settings_file
+from report_records import write_all
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
@@ -128,12 +129,10 @@ def test_what_one_process_works_on_no_other_takes(tmp_path: Path) -> None:
 
 def test_the_table_holds_mean_and_half_the_range_over_seeds(tmp_path: Path) -> None:
     for seed, values in enumerate([(1e-4, 3e-4), (5e-4, 7e-4)]):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        lines = [
-            {"phase": "rl", "step": i, "old/k3": v, "current/k3": v, "eval/accuracy": v} for i, v in enumerate(values)
-        ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        names = ("old/k3", "current/k3", "eval/accuracy")
+        write_all(
+            tmp_path / str(seed), [{"phase": "rl", "step": i} | dict.fromkeys(names, v) for i, v in enumerate(values)]
+        )
     runs: list[Run] = [read_run({"replay": "R3"}, seed, tmp_path / str(seed)) for seed in range(2)]
     head, _, row = table(runs).strip().split("\n")
     assert head == "| replay | k3 before the update | k3 in the update | held-out |"

@@ -97,11 +97,6 @@ def test_segments_are_weighted_turn_by_turn(runs: Path) -> None:
     assert seen, "some response has turns of different weights"
 
 
-def without_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in r.items() if name != "eval/accuracy"} for r in timeless(records)]
-
-
 def test_a_job_that_goes_on_and_one_that_replays_repeat_the_metrics(runs: Path) -> None:
-    whole = without_evaluation(steps(runs, "whole"))
-    assert without_evaluation(steps(runs, "two steps")) == whole
-    assert without_evaluation(steps(runs, "replayed")) == whole
+    whole, *others = (timeless(steps(runs, name), "eval/accuracy") for name in ("whole", "two steps", "replayed"))
+    assert others == [whole] * 2

@@ -1,12 +1,12 @@
 """A grid with endpoints refuses evaluations that are too small, and judges its runs."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import DENSE
+from report_records import write_all
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
@@ -56,10 +56,8 @@ def test_endpoints_csv_compares_every_run_with_the_exact_run_of_its_seed(tmp_pat
         ("lag-none", 2): [0.4, 0.5],
     }
     for (name, seed), values in curves.items():
-        folder = tmp_path / name / f"seed-{seed}"
-        folder.mkdir(parents=True)
         records = [{"phase": "rl", "step": i, "eval/accuracy": value} for i, value in enumerate(values)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_all(tmp_path / name / f"seed-{seed}", records)
     unfinished = tmp_path / "lag-none/seed-2"
     grids.run_and_write(grid, {}, only_write=True)
     rows = list(csv.DictReader((tmp_path / verdicts.FILE_NAME).open()))

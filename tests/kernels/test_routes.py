@@ -3,21 +3,17 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from on_device import far_apart
-from route_sets import assert_same, compare_sets, random_routes
+from route_sets import DTYPES, assert_same, compare_sets, random_routes, route_pairs
 from torch import Tensor
 
 from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.kernels.launch_table import LAUNCH
-from megatron_rc.moe.reference import compare_routes
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 from speed.traffic import counted_traffic
 
 pytestmark = pytest.mark.kernel
-
-DTYPES = (torch.int16, torch.int32, torch.int64)
 
 
 @pytest.fixture(autouse=True)
@@ -26,27 +22,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAUNCH, "compare_routes", LAUNCH["compare_routes"]._replace(block=4))
 
 
-def arranged(ids: Tensor, layout: str) -> Tensor:
-    if layout == "layers first":
-        return ids.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "slots first":
-        return ids.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    return ids.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] if layout == "sliced" else ids
-
-
 @settings(max_examples=40)
-@given(data=st.data())
-def test_any_shape_dtype_stride_and_mask_equals_sets(data: st.DataObject) -> None:
-    draw = data.draw
-    shape = draw(st.integers(0, 9)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 6, 8, 10]))
-    pair = random_routes(shape, draw(st.integers(0, 2**20)), negatives=draw(st.sampled_from([0.0, 0.2, 1.0])))
-    layouts = st.sampled_from(["contiguous", "layers first", "slots first", "sliced"])
-    a, b = (arranged(ids.to(draw(st.sampled_from(DTYPES))), draw(layouts)) for ids in pair)
-    mask_dtype = draw(st.sampled_from([None, torch.bool, torch.int64, torch.float32]))
-    mask = None if mask_dtype is None else (torch.arange(2 * shape[0]) % 3 != 1).to(mask_dtype)[::2]
-    found = compare_routes_fwd(a, b, mask)
-    assert_same(found, compare_sets(a, b, mask))
-    assert_same(found, compare_routes(a, b, mask))
+@given(given_routes=route_pairs())
+def test_any_shape_dtype_stride_and_mask_equals_sets(given_routes: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    assert_same(compare_routes_fwd(*given_routes), compare_sets(*given_routes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from length_curves import algorithm_1, assert_every_state_resumes, jump, length_curves, rates
+from story import story
 
 from megatron_rc import LengthDecayLR, SurgeDetector, learning_rate
 from megatron_rc.drawing import svg
@@ -171,11 +171,9 @@ def test_it_prints_what_it_will_do() -> None:
 
 
 def test_the_story_of_the_room_is_the_rule_with_its_defaults() -> None:
-    code = textwrap.dedent("\n".join(re.findall(r"^(?: {4}.*)?$", learning_rate.__doc__ or "", re.MULTILINE)))
     quiet = length_curves(3, 300, at=1e9, seed=2)
     for lengths in (*length_curves(6, 300, at=70.0, seed=3), *length_curves(3, 300, at=110.0, width=1.0), *quiet):
-        names: dict[str, Any] = {"lengths": lengths, "math": math}
-        exec(code, names)
+        names = story(learning_rate, lengths=lengths, math=math)
         rule = LengthDecayLR(1.0)
         assert names["scales"] == rates(rule, lengths) and names["surge"] == rule.detector.surge_step
         assert (len(set(names["scales"])) > 1) == (lengths not in quiet)

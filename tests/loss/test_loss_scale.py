@@ -59,17 +59,6 @@ def test_rejected_tokens_stay_in_the_denominator() -> None:
     assert loss_scale(loss_mask, kept, denominator="kept").tolist() == [0.5] * 4
 
 
-def test_sequences_without_loss_tokens_are_not_counted() -> None:
-    loss_mask = torch.tensor([[True, True], [False, False]])
-    assert loss_scale(loss_mask, loss_mask, aggregation="seq-mean-token-sum").tolist() == [[1, 1], [0, 0]]
-
-
-def test_a_batch_without_tokens_has_scale_zero() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    for aggregation in AGGREGATIONS:
-        assert (loss_scale(nothing, nothing, aggregation=aggregation, max_length=3) == 0).all()  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -5,40 +5,16 @@ import time
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from route_sets import assert_same, compare_sets, peak_memory, random_routes
+from route_sets import DTYPES, assert_same, compare_sets, peak_memory, random_routes, route_pairs
 from torch import Tensor
 
 from megatron_rc.moe import reference as routes
 from megatron_rc.moe.reference import compare_routes
 
-DTYPES = (torch.int16, torch.int32, torch.int64)
 
-
-@given(data=st.data())
-def test_any_shape_dtype_stride_and_mask_equals_sets(data: st.DataObject) -> None:
-    draw = data.draw
-    shape = draw(st.integers(0, 9)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 6, 8, 10]))
-    pair = random_routes(shape, draw(st.integers(0, 2**20)), negatives=draw(st.sampled_from([0.0, 0.2, 1.0])))
-    layout = draw(st.sampled_from(["contiguous", "layers first", "sliced"]))
-    a, b = (arranged(ids.to(draw(st.sampled_from(DTYPES))), layout) for ids in pair)
-    mask_dtype = draw(st.sampled_from([None, torch.bool, torch.int64, torch.float32]))
-    mask = None if mask_dtype is None else (torch.arange(shape[0]) % 3 != 1).to(mask_dtype)
-    assert_same(compare_routes(a, b, mask), compare_sets(a, b, mask))
-
-
-def arranged(ids: Tensor, layout: str) -> Tensor:
-    if layout == "layers first":
-        return ids.transpose(0, 1).contiguous().transpose(0, 1)
-    return ids.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] if layout == "sliced" else ids
-
-
-def test_the_order_of_the_experts_of_a_row_is_no_difference() -> None:
-    a = torch.tensor([[[3, 1, 2], [5, 9, 0]]])
-    found = compare_routes(a, torch.tensor([[[2, 3, 1], [5, 0, 8]]]))
-    assert found.overlap.tolist() == [3, 2]
-    assert found.differing_tokens.tolist() == [0, 1]
-    assert (found.first_differing_layer.tolist(), found.differing_layers.tolist()) == ([1], [1])
+@given(given_routes=route_pairs())
+def test_any_shape_dtype_stride_and_mask_equals_sets(given_routes: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    assert_same(compare_routes(*given_routes), compare_sets(*given_routes))
 
 
 def test_negative_ids_are_no_expert_and_equal_none() -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def environment() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
-class Job:
-    """A running command line of megatron-rc."""
+class Job(AbstractContextManager["Job"]):
+    """A running command line of megatron-rc, which is killed at the end of its block."""
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, processes: int = 1, freeze_before: tuple[str, int] | None = None
@@ -63,6 +63,9 @@ class Job:
             )
             process.start()
             self._processes.append(process)
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -194,11 +197,8 @@ def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tu
 
 def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
     """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next one is only computed."""
-    job = started(config, *arguments, processes=processes, freeze_before=(phase, step + 1))
-    try:
+    with started(config, *arguments, processes=processes, freeze_before=(phase, step + 1)) as job:
         job.wait_until_frozen()
-    finally:
-        job.kill()
 
 
 def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:

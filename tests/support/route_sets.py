@@ -1,8 +1,10 @@
 """Routes of two engines, their comparison with Python sets, and what memory a comparison takes."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rc.moe.reference import RouteComparison
@@ -23,6 +25,28 @@ def random_routes(
     b = torch.where(same, a.gather(-1, drawn(k)), other)
     hidden = torch.rand(2, *shape, generator=generator) < negatives
     return torch.where(hidden[0], -1, a), torch.where(hidden[1], -7, b)
+
+
+DTYPES = (torch.int16, torch.int32, torch.int64)
+
+
+@st.composite
+def route_pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Routes of two engines and a mask, of any shape and dtype, in any place."""
+    shape = draw(st.integers(0, 9)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 6, 8, 10]))
+    pair = random_routes(shape, draw(st.integers(0, 2**20)), negatives=draw(st.sampled_from([0.0, 0.2, 1.0])))
+    layouts = st.sampled_from(["contiguous", "layers first", "slots first", "sliced"])
+    a, b = (_arranged(ids.to(draw(st.sampled_from(DTYPES))), draw(layouts)) for ids in pair)
+    mask_dtype: Any = draw(st.sampled_from([None, torch.bool, torch.int64, torch.float32]))
+    return a, b, None if mask_dtype is None else (torch.arange(2 * shape[0]) % 3 != 1).to(mask_dtype)[::2]
+
+
+def _arranged(ids: Tensor, layout: str) -> Tensor:
+    if layout == "layers first":
+        return ids.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "slots first":
+        return ids.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    return ids.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] if layout == "sliced" else ids
 
 
 def compare_sets(a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteComparison:

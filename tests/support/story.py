@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 
-def story(module: ModuleType) -> dict[str, Any]:
-    """The names that this code defines."""
+def story(module: ModuleType, **given: Any) -> dict[str, Any]:
+    """The names that this code defines; ``given``: those that it reads."""
     assert module.__doc__
     lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
-    names: dict[str, Any] = {"torch": torch}
+    names: dict[str, Any] = {"torch": torch, **given}
     exec(textwrap.dedent("\n".join(lines)), names)
     return names

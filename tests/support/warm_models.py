@@ -30,8 +30,10 @@ def warm_model(kind: str, factory: pytest.TempPathFactory) -> Path:
     return output / "hf"
 
 
-def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in records]
+def timeless(records: list[dict[str, Any]], *others: str) -> list[dict[str, Any]]:
+    """The records without their times, and without ``others``."""
+    left_out = ("tokens_per_second", *others)
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k not in left_out} for r in records]
 
 
 def doctored(folder: Path, name: str, change: Callable[[list[float]], list[float]]) -> str:

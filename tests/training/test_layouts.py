@@ -1,24 +1,15 @@
 """One recorded rollout file trained under every parallel layout gives the numbers of one process."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import run_ranks
 from jobs import finished_job, settings_file
 from warm_models import TASK, warm_model
 
-from megatron_rc.batch import TokenBatch
-from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.dump.schema import read_dump
-from megatron_rc.dump.writer import sample_of
-from megatron_rc.engine import SamplingParams
-from megatron_rc.settings.loss import LossSettings
-from megatron_rc.settings.model import ModelSettings, ParallelSettings
-from megatron_rc.settings.train import TrainSettings
-from megatron_rc.training import groups
-from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.reinforce import StepSettings, reinforce_step
 
 STEPS = 10
 JOB: dict[str, Any] = {
@@ -86,28 +77,35 @@ class Recording:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return Recording(tmp_path_factory.mktemp("dense"), warm_model("dense", tmp_path_factory))
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recording]:
+    """The recording of a kind of model, made once."""
+    return cache(lambda kind: Recording(tmp_path_factory.mktemp(kind), warm_model(kind, tmp_path_factory)))
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return Recording(tmp_path_factory.mktemp("moe"), warm_model("moe", tmp_path_factory))
-
-
-DENSE = {
-    "tensor=2": ["parallel.tensor=2"],
+LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
+    # more micro-batches than there are sequences, so some hold one that must not count
+    "tensor=2": ("dense", 2, ["parallel.tensor=2", "train.micro_batches=25"]),
     # of which one micro-batch may hold no token with a loss
-    "pipeline=2, the fused head": ["parallel.pipeline=2", "train.head=linear", "train.micro_batches=7"],
-    "data=2": ["train.micro_batches=1"],
+    "pipeline=2, the fused head": ("dense", 2, ["parallel.pipeline=2", "train.head=linear", "train.micro_batches=7"]),
+    "data=2": ("dense", 2, ["train.micro_batches=1"]),
+    "expert=2": ("moe", 2, ["parallel.expert=2"]),
+    # whose ranks split the rows
+    "tensor=2 expert=2, the fused head": ("moe", 2, ["parallel.tensor=2", "parallel.expert=2", "train.head=linear"]),
+    "tensor=2 pipeline=2": ("dense", 4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "tensor=2 data=2": ("dense", 4, ["parallel.tensor=2"]),
+    "pipeline=2 data=2": ("dense", 4, ["parallel.pipeline=2"]),
 }
 
 
-@pytest.mark.parametrize("layout", DENSE)
-def test_a_dense_model_trains_the_same_under_every_layout(dense: Recording, layout: str) -> None:
-    dense.assert_same_as_one_process(layout, dense.replay(layout, *DENSE[layout], processes=2))
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.full] * (ranks == 4)) for n, (_, ranks, _) in LAYOUTS.items()]
+)
+def test_a_model_trains_the_same_under_every_layout(recording: Callable[[str], Recording], layout: str) -> None:
+    kind, processes, assignments = LAYOUTS[layout]
+    one = recording(kind)
+    one.assert_same_as_one_process(layout, one.replay(layout, *assignments, processes=processes))
     if layout == "data=2":
-        assert_the_dump_says_which_rank_trained_on_which_response(dense.folder / layout / "dump")
+        assert_the_dump_says_which_rank_trained_on_which_response(one.folder / layout / "dump")
 
 
 def assert_the_dump_says_which_rank_trained_on_which_response(dump: Path) -> None:
@@ -117,47 +115,3 @@ def assert_the_dump_says_which_rank_trained_on_which_response(dump: Path) -> Non
             # one micro-batch for the update, and one for the responses whose groups had equal rewards
             assert positions and positions[0] == 0 and max(positions) < len(positions)
         assert {r["train_rank"] for r in records} == {0, 1}
-
-
-MOE = {
-    "expert=2": ["parallel.expert=2"],
-    "tensor=2 expert=2, the fused head": ["parallel.tensor=2", "parallel.expert=2", "train.head=linear"],
-}
-
-
-@pytest.mark.parametrize("layout", MOE)
-def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording, layout: str) -> None:
-    """With the fused head also where ranks split the rows."""
-    moe.assert_same_as_one_process(layout, moe.replay(layout, *MOE[layout], processes=2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [("tensor=2", "pipeline=2"), ("tensor=2",), ("pipeline=2",)], ids="+data=2 ".join)
-def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, layout: tuple[str, ...]):
-    name = "4-" + "-".join(layout)
-    metrics = dense.replay(name, *(f"parallel.{part}" for part in layout), processes=4)
-    dense.assert_same_as_one_process(name, metrics)
-
-
-def gradient_norms(rank: int, hf_path: str, dump: str) -> list[float]:
-    found = []
-    records = max(read_dump(Path(dump)), key=lambda step: len({(r["group"], r["reward"]) for r in step}))
-    samples, rewards = [sample_of(r) for r in records], [r["reward"] for r in records]
-    groups_of = [r["group"] for r in records]
-    batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=rewards, groups=groups_of)
-    place = groups.initialize(ParallelSettings(), 1)
-    for micro_batches in (1, 2, 4, 40):  # 40: more than there are sequences, so some hold one that must not count
-        train = TrainSettings(optimizer="sgd", micro_batches=micro_batches)
-        policy = Policy(ModelSettings(hf_path=hf_path), ParallelSettings(), train, place)
-        policy.start_phase(lr=0.1, min_lr=0.0, warmup_steps=0, total_steps=10, decay_style="constant")
-        chosen = RolloutCorrection.preset("token-tis")
-        settings = StepSettings(correction=chosen, loss=LossSettings(), train=train, max_nonfinite_share=0.0)
-        result = reinforce_step(policy, batch, settings)
-        found.append(result.metrics["grad_norm"])
-    return found
-
-
-def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(dense: Recording):
-    (norms,) = run_ranks(1, gradient_norms, str(dense.hf), str(dense.dump))
-    assert norms[0] > 0
-    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)

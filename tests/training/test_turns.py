@@ -4,8 +4,9 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
+from served_truth import Truth
+from sglang_server import MODELS, checkpoint_weights
 from turn_tasks import CALLS, CountingTask, NotingEngine
 
 from megatron_rc.batch import TokenBatch
@@ -16,23 +17,19 @@ from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.training.step.turns import joined, respond, turns_of
 
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.8, stop_token_ids=CountingTask.stop_token_ids)
-CONFIGS = {kind: tiny_models.KINDS[kind] | {"max_position_embeddings": 64} for kind in ("dense", "moe")}
 N = 4
 
 
-def engine_of(kind: str = "dense") -> tuple[EmbeddedEngine, Any]:
-    """An engine and the transformers model whose weights it has."""
-    model = tiny_models.transformers_model(CONFIGS[kind], 0).float().eval()
-    engine = EmbeddedEngine(CONFIGS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe")
-    serve(engine, model, 7)
-    return engine, model
+def engine_of(kind: str = "dense") -> tuple[EmbeddedEngine, Truth]:
+    """An engine, and what the model says whose weights it has."""
+    engine, truth = EmbeddedEngine(MODELS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe"), Truth(kind)
+    serve(engine, truth, 7)
+    return engine, truth
 
 
-def serve(engine: EmbeddedEngine, model: Any, version: int) -> None:
-    from sglang_server import checkpoint_weights
-
+def serve(engine: EmbeddedEngine, truth: Truth, version: int) -> None:
     known = set(engine._slots)
-    engine.update_weights(((k, v) for k, v in checkpoint_weights(model) if k in known), version)
+    engine.update_weights(((k, v) for k, v in checkpoint_weights(truth.model) if k in known), version)
 
 
 def sampled(engine: Any, task: CountingTask | None = None, *, count: int = 12, **changes: Any) -> list[Sample]:
@@ -72,28 +69,18 @@ def test_the_loss_mask_covers_exactly_the_tokens_that_the_sampler_drew() -> None
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_k": 9}, {"top_p": 0.7, "top_k": 20}])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_logprobs_and_routes_are_those_of_one_forward_of_the_whole_response(kind: str, changes: dict[str, Any]) -> None:
-    engine, model = engine_of(kind)
+    engine, truth = engine_of(kind)
     samples = sampled(engine, **changes)
     assert max(map(turns_of, samples)) >= 3
     for sample, mask in zip(samples, masks(samples), strict=True):
-        ids = torch.tensor([sample.prompt_ids + sample.output_ids])
-        with torch.no_grad():
-            told = model(ids, output_router_logits=True) if kind == "moe" else model(ids)
-        scaled = told.logits[0, len(sample.prompt_ids) - 1 : -1].double() / 0.8
-        for row, kept in zip(scaled, sample.support or [], strict=False):
-            dropped = torch.ones_like(row, dtype=torch.bool)
-            dropped[kept] = False
-            row[dropped] = -torch.inf
-        expected = scaled.log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
-        gaps = torch.tensor(sample.logprobs) - expected
+        gaps = torch.tensor(sample.logprobs) - truth.logprobs(sample, 0.8)
         assert gaps[torch.tensor(mask)].abs().max() < 1e-5
         assert (sample.support is None) == (not changes)
         if kind == "moe":
             assert sample.routes is not None
-            experts = torch.stack([layer.topk(3).indices[:-1] for layer in told.router_logits], 1)
-            assert torch.equal(sample.routes.sort(-1).values, experts.to(torch.int32).sort(-1).values)
+            assert torch.equal(sample.routes.sort(-1).values, truth.routes(sample).sort(-1).values)
 
 
 def test_a_response_depends_on_its_seed_and_prompt_not_on_the_others() -> None:
@@ -153,7 +140,7 @@ def test_every_turn_is_a_segment_and_replies_have_no_version() -> None:
 
 def test_versions_and_support_of_turns_drawn_by_different_weights_follow_each_other() -> None:
     engine, _ = engine_of()
-    models = {call: tiny_models.transformers_model(CONFIGS["dense"], call).float() for call in (1, 2, 3)}
+    models = {call: Truth("dense", call) for call in (1, 2, 3)}
     noting = NotingEngine(engine, lambda call: serve(engine, models[call], 10 + call) if call else None)
     samples = sampled(noting, top_k=12)
     for sample, mask in zip(samples, masks(samples), strict=True):

@@ -1,6 +1,7 @@
 """Weights in and out by Hugging Face names over real TP, PP and EP ranks."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from megatron.core import parallel_state as state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, transformers_model, upstream
 
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.models.files import HfCheckpoint
 from megatron_rc.models.names import HfTensor, parameters
 from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
-from megatron_rc.training.model.attention import packed_seq_params
+from megatron_rc.training.heads import Answer
+from megatron_rc.training.microbatches import share_of, split_rows
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.weights import _read_part, export_hf, init_weights, load_hf, save_hf
+from megatron_rc.training.policy import Policy
+
+TRAIN = TrainSettings(optimizer="sgd", micro_batches=1)
 
 TWO_RANKS = [
     ("dense", {}),
@@ -70,82 +76,42 @@ def _visit_layouts(
     for layout in layouts:
         kind, axes = layout
         parallel = ParallelSettings(**axes)
-        groups.initialize(parallel, seed=1)
-        hf = hf_config_dict(ModelSettings(hf_path=f"{folder}/{kind}"))
-        chunks = build_model(hf, parallel)
+        place = groups.initialize(parallel, seed=1)
         read_elements = 0
-        load_hf(chunks, f"{folder}/{kind}")
-        found: dict[str, Any] = {"read": read_elements, "held": sum(p.numel() for p in chunks[0].parameters())}
-        # cloned, because an exported tensor may be a view of a parameter
-        found["exported"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
-        save_hf(chunks, f"{folder}/{_name(layout)}-saved", hf)
-        found |= _forward_backward(chunks[0], hf, rank)
-        gradients_as_weights(chunks[0])
-        found["gradients"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
-        init_weights(chunks, seed=5)
-        found["random"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+        with closing(Policy(ModelSettings(hf_path=f"{folder}/{kind}"), parallel, TRAIN, place)) as policy:
+            found: dict[str, Any] = {"read": read_elements, "held": sum(p.numel() for p in policy._parameters())}
+            # cloned, because an exported tensor may be a view of a parameter
+            found["exported"] = {name: tensor.clone() for name, tensor in policy.export()}
+            policy.save_weights(Path(f"{folder}/{_name(layout)}-saved"))
+            found |= _forward_backward(policy)
+            gradients_as_weights(policy._parameters())
+            found["gradients"] = {name: tensor.clone() for name, tensor in policy.export()}
+            init_weights(policy.modules, seed=5)
+            found["random"] = {name: tensor.clone() for name, tensor in policy.export()}
         out[_name(layout)] = found
     if in_pieces:
         _save_in_pieces(folder)
     return out
 
 
-def _forward_backward(model: Any, hf: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Logits of this rank's sequences and full gradients of sum(logits * upstream), through Megatron's schedule."""
-    # with EP the two data-parallel ranks hold different sequences, of different total length
-    expert = state.get_expert_model_parallel_world_size()
-    shares = [range(0, len(LENGTHS))] if expert == 1 else [range(0, 3), range(3, len(LENGTHS)), range(0), range(0)]
-    mine = shares[state.get_expert_model_parallel_rank() if expert > 1 else 0] or range(1)
-    counts = state.get_expert_model_parallel_rank() < 2 or expert == 1
-    edges = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-    rows = slice(edges[mine.start], edges[mine.stop])
-    lengths = LENGTHS[mine.start : mine.stop]
-    ids, positions, _ = packed_inputs()
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    collected: list[torch.Tensor] = []
+def _forward_backward(policy: Policy) -> dict[str, Any]:
+    """Logits of this rank's sequences, and full gradients of sum(logits * upstream) of the sequences of all ranks."""
+    samples = [Sample(ids.tolist(), [], [], "stop") for ids in packed_inputs()[0][0].split(LENGTHS) if len(ids)]
+    whole = TokenBatch.from_samples(samples, SamplingParams())
+    share = share_of(whole, [range(len(samples))], TRAIN, policy.groups)
+    rows, tensor = whole.rows_of(share.sequences), policy.groups.tensor
 
-    def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        packed = packed_seq_params(cu_seqlens, max(lengths), lengths)
-        logits = model(
-            input_ids=ids[:, rows], position_ids=positions[:, rows], attention_mask=None, packed_seq_params=packed
-        )
+    def loss(answer: Answer) -> tuple[torch.Tensor, Any]:
+        logits = answer.values[0]
+        padded = torch.zeros(len(logits), logits.shape[1] * tensor.size())
+        padded[:, :37] = upstream()[rows]
+        parts = [torch.empty_like(logits) for _ in range(tensor.size())]
+        dist.all_gather(parts, logits.detach().contiguous(), group=tensor)
+        return (logits * padded.chunk(tensor.size(), -1)[tensor.rank()]).sum(), torch.cat(parts, -1)[:, :37]
 
-        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            tensor = state.get_tensor_model_parallel_group()
-            padded = torch.zeros(logits.shape[1], logits.shape[2] * tensor.size())
-            padded[:, :37] = upstream()[rows] * counts
-            parts = [torch.empty_like(logits) for _ in range(tensor.size())]
-            dist.all_gather(parts, logits.detach().contiguous(), group=tensor)
-            collected.append(torch.cat(parts, -1)[0, :, :37])
-            return (logits[0] * padded.chunk(tensor.size(), -1)[tensor.rank()]).sum(), {}
-
-        return logits, loss
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=None,
-        model=[model],
-        num_microbatches=1,
-        seq_length=sum(lengths),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    _reduce_gradients(model, hf, expert)
-    return {"rows": (rows.start, rows.stop), "logits": collected[0] if collected else None}
-
-
-def _reduce_gradients(model: Any, hf: dict[str, Any], expert: int) -> None:
-    """What Megatron's finalize_model_grads does between backward and optimizer."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if "q_layernorm" in name or "k_layernorm" in name:
-            dist.all_reduce(parameter.grad, group=state.get_tensor_model_parallel_group())
-        if expert > 1 and ".experts." not in name:
-            dist.all_reduce(parameter.grad, group=state.get_data_parallel_group())
-        shared = "word_embeddings" in name or "output_layer" in name
-        if shared and hf["tie_word_embeddings"] and model.config.pipeline_model_parallel_size > 1:
-            dist.all_reduce(parameter.grad, group=state.get_embedding_group())
+    policy.start_phase(lr=1.0, min_lr=1.0, warmup_steps=0, total_steps=10, decay_style="constant")
+    outputs = policy.update(split_rows(share.batch, *share.micro_batches), loss, take_step=False).outputs
+    return {"rows": rows, "logits": torch.cat(outputs) if outputs else None}
 
 
 def _save_in_pieces(folder: str) -> None:
@@ -222,12 +188,12 @@ def test_logits_and_gradients_equal_those_of_transformers_in_every_layout(visite
     seen = torch.zeros(len(expected), dtype=torch.bool)
     for rank in ranks:
         if rank["logits"] is not None:
-            rows = slice(*rank["rows"])
+            rows = rank["rows"]
             torch.testing.assert_close(rank["logits"], expected[rows].detach(), atol=1e-5, rtol=0)
             seen[rows] = True
     assert seen.all()
     (expected * upstream()).sum().backward()
-    gradients_as_weights(model)
+    gradients_as_weights(model.parameters())
     model.save_pretrained(tmp_path)
     for rank in ranks:
         for name, gradient in load_file(tmp_path / "model.safetensors").items():

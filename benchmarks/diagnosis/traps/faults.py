@@ -1,7 +1,9 @@
 """Faults of an engine, each planted in the one line where it would really be."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -9,22 +11,14 @@ from torch import Tensor
 from diagnosis.traps.models import Weights
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.embedded import engine
+from megatron_rc.rollout.perturb import quantized
 
 Draw = Callable[[Tensor, SamplingParams, Tensor], engine.Drawn]
 
 
-@contextmanager
-def drawing(draw: Draw | None) -> Iterator[None]:
+def drawing(draw: Draw | None) -> AbstractContextManager[Any]:
     """The embedded engine draws its tokens with ``draw``; None: as it should."""
-    if draw is None:
-        yield
-        return
-    sound = engine.draw
-    engine.draw = draw
-    try:
-        yield
-    finally:
-        engine.draw = sound
+    return mock.patch.object(engine, "draw", draw or engine.draw)
 
 
 def penalised(penalty: float) -> Draw:
@@ -45,17 +39,7 @@ def penalised(penalty: float) -> Draw:
 
 def rounded(weights: Weights, kind: str) -> Weights:
     """Matrices in 8 bits with one scale per row: ``int8``, or ``fp8`` (e4m3)."""
-    result = {}
-    for name, tensor in weights.items():
-        if tensor.ndim < 2:
-            result[name] = tensor
-            continue
-        largest = tensor.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
-        if kind == "int8":
-            result[name] = (tensor / largest * 127).round() * largest / 127
-        else:
-            result[name] = (tensor / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
-    return result
+    return {name: quantized(tensor, kind) if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
 
 
 def misconverted(weights: Weights) -> Weights:

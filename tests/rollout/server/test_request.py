@@ -171,12 +171,6 @@ def test_the_name_of_a_server_holds_no_password() -> None:
     assert server.name == "10.0.0.1:30000"
 
 
-def test_routes_of_a_continuation_keep_the_rows_that_drew_the_first_tokens() -> None:
-    asked = request(drawn=[7, 8], routes=ROUTES)
-    assert asked.body()["routed_experts_start_len"] == len(PROMPT) + 2 - 1
-    assert len(asked.piece(answer(asked)).routes) == 4  # type: ignore[arg-type]
-
-
 def test_an_answer_about_a_request_aborted_in_the_queue_holds_nothing() -> None:
     finish = {"type": "abort", "message": "Abort in waiting queue"}
     meta = {"id": "f" * 32, "finish_reason": finish, "weight_version": "3"}
