@@ -1,12 +1,17 @@
-"""Files and folders that appear under their name only when whole and on the disk, and JSON read from them."""
+"""Files and folders that appear under their name only when whole and on the disk, JSON read from them, and CSV."""
 
+import csv
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+Kind = typing.TypeVar("Kind")
+"""A NamedTuple or a dataclass of numbers, texts and tuples of them."""
 
 
 @contextmanager
@@ -63,3 +68,34 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def write_csv(kind: type[Kind], rows: Iterable[Kind], path: Path, *, digits: int) -> None:
+    """Write one line per row; numbers have ``digits`` significant digits, and a missing number is an empty cell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(typing.get_type_hints(kind))
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([_cell(getattr(row, name), digits) for name in names] for row in rows)
+
+
+def read_csv(kind: type[Kind], path: Path) -> list[Kind]:
+    """The rows of a file, each value as the field of its name is annotated; a number that is not there is NaN."""
+    types = {name: _parser(hint) for name, hint in typing.get_type_hints(kind).items()}
+    with open(path, newline="") as file:
+        return [kind(**{name: types[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
+
+
+def _cell(value: Any, digits: int) -> str:
+    if isinstance(value, tuple):
+        return " ".join(_cell(each, digits) for each in value)
+    text = f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    return "" if text == "nan" else text
+
+
+def _parser(hint: Any) -> Callable[[str], Any]:
+    if typing.get_origin(hint) is tuple:
+        of_each = _parser(typing.get_args(hint)[0])
+        return lambda text: tuple(map(of_each, text.split()))
+    return (lambda text: float(text or "nan")) if hint is float else hint

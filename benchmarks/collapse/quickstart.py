@@ -19,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
 from collapse.runs import PLAIN, load
+from megatron_rc.files import read_csv, write_csv
 from megatron_rc.jobs import grid as grids
-from megatron_rc.report.comparison import ComparedRun, Comparison, ends, read_compared, read_rows, write_rows
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, read_compared
 from megatron_rc.report.comparison_picture import draw_comparison
 from megatron_rc.report.log import read_metrics
 
@@ -100,8 +101,8 @@ def main() -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         command += ["--workers", str(options.workers), "--output", str(options.output)]
         subprocess.run(command, check=True, env=environment)
-        write_rows(finished_runs(options.output), ROWS)
-    comparison, rows = of_recipe(), read_rows(ROWS)
+        write_csv(ComparedRun, finished_runs(options.output), ROWS, digits=4)
+    comparison, rows = of_recipe(), read_csv(ComparedRun, ROWS)
     if not ends(rows, comparison):
         raise SystemExit(f"{ROWS} holds no seed with all three runs; --seeds runs them")
     for path in (PICTURE, PICTURE.with_suffix(".svg")):

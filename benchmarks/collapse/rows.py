@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collapse.facts import Facts
-from gradients.rows import read, write
+from megatron_rc.files import read_csv, write_csv
 
 UNSEEN = 1e-7
 """k3 below this is rounding: what opens such a gap does not show in it."""
@@ -149,7 +149,7 @@ def stages(folder: Path = FOLDER) -> list[str]:
 def committed(cls: type[Record], stage: str, folder: Path = FOLDER) -> list[Record]:
     """The rows or points of a stage; none where it has no file."""
     path = path_of(cls, stage, folder)
-    return read(cls, path) if path.exists() else []
+    return read_csv(cls, path) if path.exists() else []
 
 
 def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = FOLDER) -> None:
@@ -158,7 +158,7 @@ def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = F
     replaced = {record.key for record in new}
     kept = [record for record in committed(cls, stage, folder) if record.key not in replaced]
     everything = sorted([*kept, *new], key=lambda record: (*record.key, getattr(record, "step", 0)))
-    write(cls, everything, path_of(cls, stage, folder), digits=4)
+    write_csv(cls, everything, path_of(cls, stage, folder), digits=4)
 
 
 def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) -> dict[str, int]:

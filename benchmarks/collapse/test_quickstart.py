@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from collapse import quickstart as pages
-from megatron_rc.report.comparison import ComparedRun, Comparison, read_rows
+from megatron_rc.files import read_csv
+from megatron_rc.report.comparison import ComparedRun, Comparison
 from megatron_rc.report.comparison_picture import draw_comparison
 
 pytestmark = pytest.mark.full
@@ -24,7 +25,7 @@ def three(uncorrected: float, seed: int = 1) -> list[ComparedRun]:
 
 
 def test_pages_and_picture_are_those_of_the_committed_rows(tmp_path: Path) -> None:
-    comparison, rows = pages.of_recipe(), read_rows(pages.ROWS)
+    comparison, rows = pages.of_recipe(), read_csv(ComparedRun, pages.ROWS)
     results, readme = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
     assert f"{pages.table(rows, comparison)}\n" in results and f"{pages.baselines()}\n" in results
     said = pages.separation(rows, comparison)

@@ -1,17 +1,11 @@
-"""One row per checkpoint, rollouts and estimator, and the files of rows."""
+"""One row per checkpoint, rollouts and estimator."""
 
-import csv
-import typing
-from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 Z90 = 1.645
 """Standard errors on either side of a 90 % interval."""
 MEASURED = ("cosine", "norm_ratio", "squared_bias", "variance", "progress")
 """Fields of Row that have a standard error beside them."""
-Kind = typing.TypeVar("Kind")
-"""A NamedTuple or a dataclass."""
 
 
 class Row(NamedTuple):
@@ -61,26 +55,3 @@ class Row(NamedTuple):
     def horizon_ratio(self) -> float:
         """T / T*, with T* = 1 / (2 k3)."""
         return 2 * self.k3 * self.length
-
-
-def write(kind: type[Kind], rows: Iterable[Kind], path: Path, *, digits: int = 5) -> None:
-    """Write one line per row; numbers have ``digits`` significant digits, and a missing number is an empty cell."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = list(typing.get_type_hints(kind))
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for row in rows:
-            values = [f"{v:.{digits}g}" if isinstance(v := getattr(row, name), float) else v for name in names]
-            writer.writerow(["" if value == "nan" else value for value in values])
-
-
-def read(kind: type[Kind], path: Path) -> list[Kind]:
-    """The rows of a file, each value as the field of its name is annotated; a number that is not there is NaN."""
-    types = {name: _number if hint is float else hint for name, hint in typing.get_type_hints(kind).items()}
-    with open(path, newline="") as file:
-        return [kind(**{name: types[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
-
-
-def _number(text: str) -> float:
-    return float(text or "nan")

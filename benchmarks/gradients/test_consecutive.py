@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from gradients.consecutive import LAG, arms_of, curves_of, section
-from gradients.rows import read, write
 from gradients.steps import EXACT_ARM, Step, steps_of
 from gradients.truth import CONSECUTIVE
 from megatron_rc import schema
+from megatron_rc.files import read_csv, write_csv
 from megatron_rc.jobs import grid
 
 pytestmark = pytest.mark.full
@@ -74,5 +74,5 @@ def test_steps_are_those_of_the_metrics_of_the_finished_runs(tmp_path: Path) -> 
     for place, arm in ((239, "none"), (359, "none, old: rollout")):
         assert steps[place] == Step(arm, 2, 120, 0.3, 0.1, 0.8, 2.0, 7.5, 0.5)
     assert math.isnan(steps[0].cosine) and steps[1].horizon_ratio == 1.5
-    write(Step, steps, tmp_path / "steps.csv")
-    assert str(read(Step, tmp_path / "steps.csv")) == str(steps)
+    write_csv(Step, steps, tmp_path / "steps.csv", digits=5)
+    assert str(read_csv(Step, tmp_path / "steps.csv")) == str(steps)

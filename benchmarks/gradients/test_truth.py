@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gradients.moments import Moments, Products, jackknife_error
 from gradients.page import page
-from gradients.rows import Row, read
+from gradients.rows import Row
 from gradients.steps import Step
 from megatron_rc.correction.settings import RolloutCorrection, Weight
+from megatron_rc.files import read_csv
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,8 +116,8 @@ def test_a_plug_in_norm_would_be_too_large_and_the_measured_one_is_not() -> None
 
 
 def test_the_page_ends_with_the_tables_of_the_committed_rows() -> None:
-    rows = read(Row, ROOT / "benchmarks/gradients/results/gradients.csv")
-    steps = read(Step, ROOT / "benchmarks/gradients/results/gradient-steps.csv")
+    rows = read_csv(Row, ROOT / "benchmarks/gradients/results/gradients.csv")
+    steps = read_csv(Step, ROOT / "benchmarks/gradients/results/gradient-steps.csv")
     assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows, steps)), "make docs"
     exact = [row for row in rows if row.estimator == "exact"]
     assert len(exact) == len({row.step for row in rows})

@@ -21,8 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
 from gradients.page import page
-from gradients.rows import Row, read, write
+from gradients.rows import Row
 from gradients.steps import Step, steps_of
+from megatron_rc.files import read_csv, write_csv
 from megatron_rc.settings import job as job_settings
 
 ROOT = Path(__file__).parents[2]
@@ -84,10 +85,10 @@ def main() -> None:
     if options.run:
         found: list[Row] = []
         for more in measure(train(options.run, options.seed)):
-            write(Row, found := [*found, *more], ROWS)
+            write_csv(Row, found := [*found, *more], ROWS, digits=5)
     if options.steps:
-        write(Step, steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
-    rows, steps = read(Row, ROWS), read(Step, CONSECUTIVE_ROWS)
+        write_csv(Step, steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS, digits=5)
+    rows, steps = read_csv(Row, ROWS), read_csv(Step, CONSECUTIVE_ROWS)
     if options.docs:
         from gradients.picture import draw, draw_steps
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.engine import DEFAULT_ENGINE
+from megatron_rc.files import read_csv
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid_settings import FAILURE, Cell, GridSettings
 from megatron_rc.jobs.progress import Progress
 from megatron_rc.jobs.workers import Budget, TooSlow, run_in_workers
-from megatron_rc.report.comparison import Comparison, read_compared, read_rows, sentences
+from megatron_rc.report.comparison import ComparedRun, Comparison, read_compared, sentences
 from megatron_rc.report.comparison_page import write_comparison
 from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
@@ -147,7 +148,7 @@ def compare(comparison: Comparison, cells: Sequence[Cell], folder: Path) -> None
     """Write the report of the seeds with all three runs, if there is one; print its path and a sentence per seed."""
     read = {("-".join(cell.choices.values()), cell.seed): read_metrics(cell.folder) for cell in cells}
     runs = [read_compared(choice, seed, records) for (choice, seed), records in read.items()]
-    rows = read_rows(Path(comparison.rows)) if comparison.rows else []
+    rows = read_csv(ComparedRun, file) if (file := Path(comparison.rows)).is_file() else []
     if path := write_comparison(comparison, runs, read, rows, folder):
         print(*sentences(runs, rows, comparison), path, sep="\n")
 

@@ -1,11 +1,9 @@
 """Compare three runs per seed: with an exact sampler, with an inexact one, and with the latter and a correction."""
 
-import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rc.report import panels
@@ -144,33 +142,3 @@ def range_of(runs: Sequence[ComparedRun], choice: str) -> Range | None:
     steps = sorted(set.intersection(*map(set, curves)))
     at = [[curve[step] for curve in curves] for step in steps]
     return Range(steps, [*map(min, at)], [*map(statistics.fmean, at)], [*map(max, at)])
-
-
-def write_rows(runs: Sequence[ComparedRun], path: Path) -> Path:
-    """Write one row per run; a curve is one field, its numbers separated by spaces."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(ComparedRun._fields)
-        for run in runs:
-            curve = " ".join(f"{value:.4g}" for value in run.accuracy)
-            means = (f"{value:.4g}" for value in (run.k3, run.ess, run.gradient_norm))
-            writer.writerow([run.choice, run.seed, " ".join(map(str, run.steps)), curve, *means])
-    return path
-
-
-def read_rows(path: Path) -> list[ComparedRun]:
-    """The runs that `write_rows` wrote; none where there is no such file."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as file:
-        return [
-            ComparedRun(
-                row["choice"],
-                int(row["seed"]),
-                tuple(map(int, row["steps"].split())),
-                tuple(map(float, row["accuracy"].split())),
-                *(float(row[name]) for name in ("k3", "ess", "gradient_norm")),
-            )
-            for row in csv.DictReader(file)
-        ]

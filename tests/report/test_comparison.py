@@ -8,15 +8,14 @@ import matplotlib.image
 import pytest
 from html_page import Page
 
+from megatron_rc.files import read_csv, write_csv
 from megatron_rc.report.comparison import (
     ComparedRun,
     Comparison,
     ends,
     range_of,
     read_compared,
-    read_rows,
     sentences,
-    write_rows,
 )
 from megatron_rc.report.comparison_page import heading, write_comparison
 from megatron_rc.report.comparison_picture import draw_comparison
@@ -78,12 +77,12 @@ def test_what_seeds_did_before_is_counted_and_drawn_from_lowest_to_highest() -> 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     runs = [*three(0.5), run_of("fresh", 0.125, 0.25, 0.5, 0.75, 1.0, seed=7)._replace(k3=math.nan)]
-    back = read_rows(write_rows(runs, tmp_path / "collapse/rows.csv"))
+    write_csv(ComparedRun, runs, tmp_path / "collapse/rows.csv", digits=4)
+    back = read_csv(ComparedRun, tmp_path / "collapse/rows.csv")
     assert math.isnan(back[-1].k3)
     for was, now in zip(runs, back, strict=True):
         assert now._replace(k3=0, accuracy=()) == was._replace(k3=0, accuracy=())
         assert now.accuracy == pytest.approx(was.accuracy, rel=1e-3)
-    assert read_rows(tmp_path / "nothing.csv") == []
 
 
 def test_a_run_is_read_from_its_metrics_and_refused_without_an_evaluation() -> None:
