@@ -76,7 +76,9 @@ def as_token_batch(batch: Case) -> TokenBatch:
     return numbered_batch(batch.mask, batch.cu_seqlens, batch.rollout)
 
 
-def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, cp_group: Any) -> Answer:
+def answer(
+    local: TokenBatch, sequences: list[int], index: int, dp_group: Any = None, cp_group: Any = None, **options: Any
+) -> Answer:
     batch, rows = whole_batch(), local.tokens
     assert batch.lags is not None
     corrected = correct(
@@ -84,12 +86,26 @@ def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, c
         cu_seqlens=local.cu_seqlens, segment_ids=local.segment_ids, num_segments=local.num_segments,
         advantages=batch.advantages[sequences], measured_upper=1.3, positions=local.positions, lags=batch.lags[rows],
         statistics={"surprise": batch.statistics["surprise"][rows]}, dp_group=dp_group, cp_group=cp_group,
+        **options,
     )  # fmt: skip
     for group in (cp_group, dp_group):
         if group is not None:
             corrected.metrics.all_reduce(group)
     metrics = corrected.metrics.values()
     return Answer(rows, sequences, corrected.weights, corrected.mask, corrected.bad_sequences, metrics)
+
+
+def assert_together_equal_one_process(parts: list[Answer], index: int, *, rel: float, **options: Any) -> None:
+    batch = whole_batch()
+    whole = answer(as_token_batch(batch), list(range(len(LENGTHS))), index, **options)
+    assert 0 < whole.mask.sum() < batch.mask.sum()
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(len(batch.mask)))
+    for part in parts:
+        torch.testing.assert_close(part.weights, whole.weights[part.rows], rtol=1e-6, atol=0)
+        assert torch.equal(part.mask, whole.mask[part.rows])
+        assert torch.equal(part.bad, whole.bad[part.sequences])
+        assert part.metrics == pytest.approx(whole.metrics, rel=rel, abs=1e-12)
+        assert part.metrics == parts[0].metrics
 
 
 EVERY = range(len(CORRECTIONS))
@@ -172,18 +188,8 @@ def ranks() -> dict[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize("index", EVERY)
 @pytest.mark.parametrize("layout", ["DP 2", "DP 3", "CP 2", "CP 3", "CP 2 x DP 2"])
 def test_ranks_together_equal_one_process(ranks: dict[int, list[dict[str, Any]]], layout: str, index: int) -> None:
-    batch = whole_batch()
-    whole = answer(as_token_batch(batch), list(range(len(LENGTHS))), index, None, None)
-    assert 0 < whole.mask.sum() < batch.mask.sum()
     size = 4 if "x" in layout else int(layout[-1])
-    parts: list[Answer] = [rank[layout][index] for rank in ranks[size]]
-    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(len(batch.mask)))
-    for part in parts:
-        torch.testing.assert_close(part.weights, whole.weights[part.rows], rtol=1e-6, atol=0)
-        assert torch.equal(part.mask, whole.mask[part.rows])
-        assert torch.equal(part.bad, whole.bad[part.sequences])
-        assert part.metrics == pytest.approx(whole.metrics, rel=1e-12, abs=1e-12)
-        assert part.metrics == parts[0].metrics
+    assert_together_equal_one_process([rank[layout][index] for rank in ranks[size]], index, rel=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -9,10 +9,7 @@ from distributed import run_ranks
 from extras import correct
 from kernel_correction_data import small_blocks
 from test_distributed import (
-    CORRECTIONS,
-    LENGTHS,
-    Answer,
-    as_token_batch,
+    assert_together_equal_one_process,
     context_parallel,
     data_parallel,
     pair_over_context_parallel,
@@ -65,21 +62,8 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", range(len(INDICES)))
 @pytest.mark.parametrize("layout", ["DP", "CP"])
 def test_ranks_together_equal_pytorch_in_one_process(ranks: list[dict[str, Any]], layout: str, place: int) -> None:
-    batch = whole_batch()
-    tokens = as_token_batch(batch)
-    whole = correct(
-        *batch.arguments, correction=CORRECTIONS[INDICES[place]], segment_ids=tokens.segment_ids,
-        num_segments=tokens.num_segments, measured_upper=1.3, backend="torch", **batch.options,
-    )  # fmt: skip
-    parts: list[Answer] = [rank[layout][place] for rank in ranks]
-    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(sum(LENGTHS)))
-    expected = whole.metrics.values()
-    for part in parts:
-        torch.testing.assert_close(part.weights, whole.weights[part.rows], rtol=1e-6, atol=0)
-        assert torch.equal(part.mask, whole.mask[part.rows])
-        assert torch.equal(part.bad, whole.bad_sequences[part.sequences])
-        assert part.metrics == pytest.approx(expected, rel=1e-6, abs=1e-12)
-        assert part.metrics == parts[0].metrics
+    parts = [rank[layout][place] for rank in ranks]
+    assert_together_equal_one_process(parts, INDICES[place], rel=1e-6, backend="torch")
 
 
 def test_metrics_of_a_pair_over_context_parallel_ranks_equal_pytorch_in_one_process(ranks: list[Any]) -> None:
