@@ -48,13 +48,13 @@ def assert_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @EVERY_CALL
 def test_two_runs_have_the_same_bits(name: str) -> None:
-    run = CALLS[name].prepare(ON_A_CARD, 0).run
+    run = CALLS[name](ON_A_CARD, 0).run
     assert_bits(run("triton").bits(), run("triton").bits())
 
 
 @EVERY_CALL
 def test_a_graph_that_was_captured_once_is_replayed_on_other_data(name: str) -> None:
-    calls = [CALLS[name].prepare(ON_A_CARD, seed) for seed in range(3)]
+    calls = [CALLS[name](ON_A_CARD, seed) for seed in range(3)]
     with as_outside_of_tests():
         expected = [call.run("triton").bits() for call in calls]
         stream = torch.cuda.Stream()
@@ -75,7 +75,7 @@ def test_a_graph_that_was_captured_once_is_replayed_on_other_data(name: str) -> 
 
 @EVERY_CALL
 def test_two_streams_at_once_do_not_disturb_each_other(name: str) -> None:
-    calls = [CALLS[name].prepare(ON_A_CARD, seed) for seed in (1, 2)]
+    calls = [CALLS[name](ON_A_CARD, seed) for seed in (1, 2)]
     expected = [call.run("triton").bits() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
@@ -91,7 +91,7 @@ def test_two_streams_at_once_do_not_disturb_each_other(name: str) -> None:
 
 @EVERY_CALL
 def test_nothing_waits_for_the_device(name: str) -> None:
-    call = CALLS[name].prepare(ON_A_CARD, 0)
+    call = CALLS[name](ON_A_CARD, 0)
     with as_outside_of_tests():
         call.run("triton")
         torch.cuda.set_sync_debug_mode("error")
@@ -106,9 +106,9 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 def test_tensors_may_be_on_a_device_that_is_not_the_current_one(name: str) -> None:
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_name(0) != torch.cuda.get_device_name(1):
         pytest.skip("needs two CUDA devices of one kind")
-    expected = CALLS[name].prepare(ON_A_CARD, 0).run("triton").bits()
+    expected = CALLS[name](ON_A_CARD, 0).run("triton").bits()
     with MadeByTests(torch.device("cuda", 1)):
-        found = CALLS[name].prepare(ON_A_CARD, 0).run("triton").bits()
+        found = CALLS[name](ON_A_CARD, 0).run("triton").bits()
     assert torch.cuda.current_device() == 0
     assert_bits([part.cpu() for part in found], [part.cpu() for part in expected])
 

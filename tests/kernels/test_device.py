@@ -45,7 +45,7 @@ def test_every_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_of_its_c
 
     monkeypatch.setattr(device, "device_of", device_of)
     monkeypatch.setattr(launches, "Launch", launch)
-    aot.captured(lambda: [call("triton", SMALL) for call in CALLS.values()])
+    aot.captured(lambda: [call(SMALL, 0).run("triton") for call in CALLS.values()])
     assert set(guards) == set(kernel_names())
     memory = {tensor.untyped_storage().data_ptr() for tensor in touched}
     strangers = {

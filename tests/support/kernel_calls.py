@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +52,8 @@ class Prepared(NamedTuple):
     """By a backend; makes no inputs and, on a device, does not wait for it."""
 
 
-@dataclass(frozen=True)
-class Call:
-    prepare: Callable[[Size, int], Prepared]
-    """(size, seed) -> a call; the shapes of its inputs are the same for every seed."""
-
-    def __call__(self, backend: str, size: Size) -> Answer:
-        return self.prepare(size, 0).run(backend)
+Call = Callable[[Size, int], Prepared]
+"""(size, seed) -> a call; the shapes of its inputs are the same for every seed."""
 
 
 SMALL = Size(13, 70, (7, 0, 6))
@@ -127,7 +121,7 @@ def logprobs(dtype: torch.dtype, *, entropy: bool, kept: bool, per_row: bool) ->
 
         return Prepared(inputs + upstream, run)
 
-    return Call(prepare)
+    return prepare
 
 
 def corrected(
@@ -150,7 +144,7 @@ def corrected(
 
         return Prepared(inputs, run)
 
-    return Call(prepare)
+    return prepare
 
 
 def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **options: Any) -> Call:
@@ -179,7 +173,7 @@ def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **option
         inputs += [terms["reference_logprobs"]] if every_term else []
         return Prepared([part.detach() for part in inputs], run)
 
-    return Call(prepare)
+    return prepare
 
 
 def update(size: Size, seed: int) -> Prepared:
@@ -241,7 +235,7 @@ def head(*, fused: bool) -> Call:
 
         return Prepared([hidden.detach(), weight.detach(), targets, advantages, old, upstream, scale], run)
 
-    return Call(prepare)
+    return prepare
 
 
 def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
@@ -257,7 +251,7 @@ def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
 
         return Prepared([a, b], run)
 
-    return Call(prepare)
+    return prepare
 
 
 def shards(*, kept: bool) -> Call:
@@ -290,7 +284,7 @@ def shards(*, kept: bool) -> Call:
 
         return Prepared([row, targets, temperature, upstream, *([ids] if ids is not None else [])], run)
 
-    return Call(prepare)
+    return prepare
 
 
 CALLS: dict[str, Call] = {
@@ -314,7 +308,7 @@ CALLS: dict[str, Call] = {
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),
-    "update": Call(update),
+    "update": update,
     "head": head(fused=True),
     "head, log-probs": head(fused=False),
     "shards": shards(kept=False),
@@ -332,4 +326,4 @@ COVERED = (
 def every_call(size: Size = WIDE) -> None:
     for name, call in CALLS.items():
         if name not in COVERED:
-            call("triton", size)
+            call(size, 0).run("triton")
