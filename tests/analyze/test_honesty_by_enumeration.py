@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.statistics.sums import FIELDS, sequence_sums
@@ -21,11 +22,6 @@ def policies(seed: int, noise: float) -> tuple[dict[tuple[int, ...], np.ndarray]
             trainer[prefix] = softmax(logits)
             sampler[prefix] = softmax(logits + noise * random.normal(size=VOCABULARY))
     return trainer, sampler
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
 
 
 def expected(trainer: dict, drawn_from: dict, logged: dict, name: str) -> float:

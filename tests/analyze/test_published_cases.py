@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 from simulated_dumps import diagnosed, levels
 
 from megatron_rc.analyze.chunk import Chunk
@@ -14,11 +15,8 @@ from megatron_rc.analyze.rules.rule import Level
 
 
 def solve(function: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a rising function has the value ``target``, by bisection."""
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < target else (low, middle)
-    return low
+    """Where a rising function has the value ``target``."""
+    return float(brentq(lambda x: function(x) - target, low, high))
 
 
 def probabilities(random: np.random.Generator, tokens: int) -> np.ndarray:
