@@ -4,13 +4,13 @@ import base64
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from constraints import pins
 from process_groups import descendants, members, nothing_is_left
 from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
+from sglang_server import moe_server as moe_server
 
 LAUNCH = ROOT / "launch"
 STAND_IN = LAUNCH / "sglang_cpu/stand_in"
@@ -47,12 +47,6 @@ def test_torch_and_triton_are_the_versions_of_the_other_environment() -> None:
     assert not [
         n for n in theirs if "cuda" in n or "nvidia" in n or "flash" in n or n in ("sgl-kernel", "triton-kernels")
     ]
-
-
-@pytest.fixture
-def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    with shared_server("moe", tmp_path_factory) as server:
-        yield server
 
 
 def test_the_cpu_server_generates_and_returns_routes(moe_server: SglangServer) -> None:

@@ -127,6 +127,12 @@ def shared_server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Sglang
         yield server
 
 
+@pytest.fixture
+def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    with shared_server("moe", tmp_path_factory) as server:
+        yield server
+
+
 def end_shared_servers(folder: Path) -> list[str]:
     """End the session's servers, whose files lie in ``folder``; what is wrong with how they end."""
     wrong = []

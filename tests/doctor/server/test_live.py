@@ -2,25 +2,19 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_sglang import FaultySglang
 from refusals import run
-from sglang_server import SglangServer, save_checkpoint, sglang_server, shared_server
+from sglang_server import SglangServer, save_checkpoint, sglang_server
+from sglang_server import moe_server as moe_server
 
 from megatron_rc import schema
 from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts
 from megatron_rc.doctor.server.probe import read_servers
-
-
-@pytest.fixture
-def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    with shared_server("moe", tmp_path_factory) as server:
-        yield server
 
 
 def job(folder: Path, url: str, model: dict[str, Any], **rollout: Any) -> Path:
