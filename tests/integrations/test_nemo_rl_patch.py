@@ -36,11 +36,8 @@ def module(name: str) -> Any:
 
 def scheduler() -> OptimizerParamScheduler:
     """Megatron's own, with a constant learning rate; the next stand-in of a worker gets it."""
-    groups = [{"lr": 0.0, "weight_decay": 0.0, "max_lr": 1e-3, "min_lr": 0.0}]
-    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
-    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 0.0}
-    styles = {"lr_decay_style": "constant", "wd_incr_style": "constant"}
-    made = OptimizerParamScheduler(SimpleNamespace(param_groups=groups), **rates, **steps, **styles)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    made = OptimizerParamScheduler(optimizer, 0.0, 1e-3, 0.0, 0, 100, "constant", 0.0, 0.0, 100, "constant")
     module("models.megatron.setup").SCHEDULERS.append(made)
     return made
 
