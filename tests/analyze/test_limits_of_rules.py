@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from simulated_dumps import TRAPS, diagnosed, expert_flips, honest, levels, small_honest, stale_weights, world
+from simulated_dumps import TRAPS, diagnosed, expert_flips, levels, small_honest, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.rules.rc101 import LEAST_EXPLAINED
@@ -52,11 +52,6 @@ def test_a_gap_of_few_tokens_that_shifted_experts_do_not_explain_is_suspect() ->
     found = diagnosed(replace(chunk, tokens={**chunk.tokens, "routes_shifted": others}))
     assert levels(found) == {"RC501": Level.SUSPECT}
     assert "routes_shifted" not in found.verdicts[0].sentence
-
-
-def test_a_gap_beyond_eight_bits_is_suspect_although_no_rule_knows_its_cause() -> None:
-    assert levels(diagnosed(stale_weights(world(1, sequences=48)))) == {"RC501": Level.SUSPECT}
-    assert levels(diagnosed(honest(world(1, sequences=48)))) == {"RC501": Level.NUMERICS}
 
 
 def test_large_noise_of_a_sampler_with_a_narrow_range_of_log_probs_is_no_temperature() -> None:

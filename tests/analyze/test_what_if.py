@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import subprocess
 import sys
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from simulated_dumps import diagnosed, evidence_of, honest, policy_lag, world
+from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 
-from megatron_rc.analyze import diagnose, output, terminal
+from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
@@ -285,14 +284,6 @@ def diagnosis_with_rewards(chunk: Chunk) -> Diagnosis:
     reward = np.random.default_rng(1).integers(0, 2, chunk.num_sequences).astype(float)
     columns = {**chunk.sequences, "reward": reward, "advantage": reward - reward.mean()}
     return diagnosed(dataclasses.replace(chunk, sequences=columns))
-
-
-def test_json_has_the_table_and_the_recommendation() -> None:
-    diagnosis = diagnosis_with_rewards(honest(world(1, sequences=40)))
-    data = json.loads(output.to_json(diagnosis, what_if=True))
-    assert data["recommendation"]["sentence"].startswith(diagnosis.recommendation.headline)
-    assert {found["name"] for found in data["what_if"]["rows"]} >= set(PRESETS)
-    assert json.loads(output.to_json(diagnosis))["what_if"] is None
 
 
 def test_the_terminal_shows_eight_methods_and_the_recommended_one_first() -> None:

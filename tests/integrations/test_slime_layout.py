@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_rc.integrations.slime.layout import Layout, parallel
 
-SIZES = [(1, 0), (2, 0), (2, 1), (3, 1), (4, 0), (4, 3)]
+SIZES = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 3)]
 
 
 def shapes(seed: int) -> list[tuple[int, int]]:
@@ -26,6 +26,7 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         batch = micro_batch(whole, rank, size, padded)
         layout = Layout.of(whole.totals, whole.responses, batch["max_seq_lens"], rank, size)
         assert sum(layout.counts) == sum(map(len, batch["log_probs"]))
+        assert layout.rows == sum(len(positions(padded or total, rank, size)) for total in whole.totals)
         assert torch.equal(layout.joined("log_probs", batch["log_probs"], ""), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.values["log_probs"]), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.loss_masks), torch.cat(local_masks(whole, rank, size, padded)))
@@ -39,17 +40,6 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
             for logits, ids, prompt in zip(whole.logits, whole.tokens, whole.prompts, strict=True)
         ]
         assert torch.equal(found, whole.on_rank(torch.cat(expected), rank, size, padded))
-
-
-def test_the_ranks_of_a_sequence_share_its_tokens_out() -> None:
-    whole = rollout(3)
-    for size in (1, 2, 3, 5):
-        layouts = [Layout.of(whole.totals, whole.responses, None, rank, size) for rank in range(size)]
-        for sample, response in enumerate(whole.responses):
-            tokens = [t for one in layouts for s in one.spans if s.sample == sample for t in range(s.first, s.stop)]
-            assert sorted(tokens) == list(range(response))
-        for rank, layout in enumerate(layouts):
-            assert layout.rows == sum(len(positions(total, rank, size)) for total in whole.totals)
 
 
 def test_a_turn_that_two_slices_share_has_one_number() -> None:

@@ -179,15 +179,6 @@ def test_the_hosts_checkpoint_alone_resumes_the_decay(stop: int, tmp_path: Path)
     assert again.rollout(len(lengths), [9]) == resumed.rollout(len(lengths), [9])
 
 
-def test_the_hosts_checkpoint_alone_resumes_the_rule_by_mismatch() -> None:
-    key = {"key": {"lr_rule": "mismatch", "correction": "token-tis"}, **DATA_HOOK}
-    run, resumed = (Run(checked(**key)) for _ in range(2))
-    LENGTHS.record_mismatch(0, Signals(ess=0.125))
-    assert run.rollout(0, [9]) == pytest.approx([LR / 2])
-    resumed.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert resumed.rollout(1, [9]) == pytest.approx([LR / 2])
-
-
 def test_rollouts_after_the_checkpoint_that_no_step_came_from_count() -> None:
     run, resumed = (Run(checked(decay={"decay_period": 4})) for _ in range(2))
     run.rollout(0, [9])

@@ -41,14 +41,6 @@ def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
     assert found == {"step": 1, "a": None, "b": None, "c": None, "d": 0.5, "e": 3, "f": "x", "g": None}
 
 
-def test_a_record_is_in_the_file_as_soon_as_write_returns(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
-    for record in rl(range(3)):
-        log.write(record)
-        assert read_metrics(tmp_path)[-1] == record
-    log.close()
-
-
 def test_a_killed_writer_leaves_only_whole_steps_and_its_successor_goes_on(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom megatron_rc.report.log import MetricsLog\n"

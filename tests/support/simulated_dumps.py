@@ -187,10 +187,6 @@ def other_context(w: World) -> Chunk:
     return sampled(w, w.noisy + more)
 
 
-def stale_weights(w: World) -> Chunk:
-    return sampled(w, w.noisy + 0.5 * w.random.normal(size=w.noisy.shape))
-
-
 def one_stale_server(w: World) -> Chunk:
     """One of four servers has old weights."""
     server = np.array(list("abcd"))[np.arange(int(w.sequence[-1]) + 1) % 4]
