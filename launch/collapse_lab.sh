@@ -126,3 +126,4 @@ CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "${recipes[@]}" \
 ((status == 0)) || die "some runs failed, see the lines above; the same command tries them again"
 [[ "$docs$quick$task$set" ]] || say "no committed file has changed; the same command with --docs writes the verdict"
 say "done in $((SECONDS - started)) s"
+next_commands "$out"

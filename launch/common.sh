@@ -152,6 +152,16 @@ take_options() {
 # Cores that this process may use, whatever OMP_NUM_THREADS says.
 cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
 
+# next_commands FOLDER: what to type once a script is done, for the first run in FOLDER that kept a dump.
+next_commands() {
+    local run shown=(realpath --no-symlinks "--relative-base=$PWD" --)
+    printf '\nNext, in this shell:\n  source %q\n' "$("${shown[@]}" "$VENV/bin/activate")"
+    run="$(find "$1" -type d -name dump | sort | head -n 1)"
+    [[ "$run" ]] || return 0
+    run="$("${shown[@]}" "${run%/dump}")"
+    printf '  megatron-rc analyze %q\n  megatron-rc report %q\n' "$run/dump" "$run"
+}
+
 # Dies unless $out may be replaced: a new training run deletes an earlier one there, and must not delete anything else.
 check_out() {
     [[ ! -e "$out" || -f "$out/metrics.jsonl" || -z "$(ls -A -- "$out")" ]] ||
@@ -168,4 +178,5 @@ train_recipe() {
         die "the run failed; its own error is above the launcher's traceback"
     [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
     say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"
+    next_commands "$out"
 }

@@ -66,3 +66,4 @@ else
 fi
 "$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" --table
 say "done in $((SECONDS - started)) s"
+next_commands "$out"

@@ -6,6 +6,7 @@ Reads the files and imports nothing of them. One line per symbol: as expected, w
 every place of the checkout that defines a function of this name. Exit status 1 if a symbol is not as expected.
 """
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator
@@ -66,9 +67,13 @@ def line_of(found: Inspected, tree: Path) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 3 or sys.argv[1] not in KNOWN or not Path(sys.argv[2]).is_dir():
-        sys.exit(f"usage: python launch/moved_symbols.py {{{','.join(KNOWN)}}} FOLDER_OF_A_CHECKOUT")
-    host, tree = KNOWN[sys.argv[1]], Path(sys.argv[2]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("host", choices=KNOWN)
+    parser.add_argument("checkout", type=Path, help="Folder of a checkout of the host.")
+    given = parser.parse_args()
+    if not given.checkout.is_dir():
+        parser.error(f"there is no folder {given.checkout}")
+    host, tree = KNOWN[given.host], given.checkout.resolve()
     # prime-rl keeps its package below src
     sys.path[:0] = [str(tree), str(tree / "src")]
     inspected = inspect_symbols(host)

@@ -10,8 +10,8 @@ usage: bash launch/quickstart.sh [--single] [--moe] [--steps N] [--seed N] [--ou
 
 Makes .venv when it is missing, installs, then trains Qwen3 with Megatron-Core three times from one checkpoint, two runs at
 a time on one core each: with an exact sampler; with rollouts 16 updates old; with the same rollouts and the correction
-seq-tis. Writes DIR/report.html. Started again, it continues what it began. With less than 2 cores, or where the first
-steps predict more than 15 minutes, it makes the single run.
+seq-tis. Writes DIR/report.html, and prints the next commands to try. Started again, it continues what it began. With less
+than 2 cores, or where the first steps predict more than 15 minutes, it makes the single run.
   --single   one run on 2 processes (tensor parallel), on rollouts of a bf16 engine; a run already in DIR is replaced
   --moe      the single run of a Qwen3-MoE, with expert parallelism
   --steps N  rollout steps of reinforcement learning (default: train.steps of the recipe in launch/recipes)
@@ -33,6 +33,7 @@ compare_runs() {
     ((status == 0)) || die "a run failed; the line above says why, and the same command continues the others"
     [[ -f "$out/report.html" ]] || die "the runs ended without $out/report.html"
     say "done in $((SECONDS - started)) s; open $out/report.html in a browser"
+    next_commands "$out/uncorrected/seed-$seed"
 }
 
 # Dies unless $out may hold the three runs.

@@ -4,6 +4,8 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 source "$here/../common.sh"
+# help needs no SGLang
+[[ "${1:-}" != --help && "${1:-}" != -h ]] || exec bash "$ROOT/launch/serve_sglang.sh" --help
 bash "$here/install.sh" >&2
 child_environment
 export PYTHONPATH="$ROOT" SGLANG_PYTHON="$here/python.sh"

@@ -1,15 +1,13 @@
 """The summary of a diagnosis fits one screen."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from simulated_dumps import ONE_EACH, TRAPS, shown, world
 
 from megatron_rc.analyze import terminal
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump, diagnosis_of
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES, Judgement
 from megatron_rc.analyze.rules.rule import HOSTS, Level, Verdict
@@ -61,14 +59,3 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
 def test_what_is_shared_names_no_path() -> None:
     text = shown(diagnosis_named("one stale server"), share=True)
     assert SOURCE not in text and "Server c" not in text and "RC303" in text
-
-
-def test_the_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("```text\nexamples/dumps/sick")[2]
-    shown_there = ("examples/dumps/sick" + block.partition("...\n")[0]).splitlines()
-    file = io.StringIO()
-    terminal.show(diagnose_dump("examples/dumps/sick.parquet"), console=Console(file=file, width=118, highlight=False))
-    printed = [line.rstrip() for line in file.getvalue().splitlines()]
-    assert len(shown_there) > 10
-    assert printed[: len(shown_there)] == shown_there

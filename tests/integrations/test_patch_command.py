@@ -137,7 +137,7 @@ def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tm
 
 def recipe(language: str) -> str:
     """The first block of that language on the page of Megatron-LM."""
-    found = re.search(rf"```{language}\n(.*?)```", DOCS, re.DOTALL)
+    found = re.search(rf"```{language}\b.*?\n(.*?)```", DOCS, re.DOTALL)
     assert found is not None and len(found[1].strip().splitlines()) <= 10
     return found[1]
 

@@ -136,7 +136,7 @@ def test_the_paths_load_as_the_hosts_load_them() -> None:
 
 def test_the_recipe_of_the_docs_passes_the_check_and_is_short() -> None:
     text = (Path(__file__).parents[2] / "docs/hosts/slime.md").read_text()
-    recipe = text.split("```bash\n", 1)[1].split("```", 1)[0]
+    recipe = text.split("```bash ", 1)[1].partition("\n")[2].split("```", 1)[0]
     assert len(recipe.splitlines()) <= 10
     key = yaml.safe_load(recipe.split("<<'YAML'\n", 1)[1].split("YAML\n", 1)[0])
     flags = recipe.split("<your flags>", 1)[1].replace("\\\n", " ").split()

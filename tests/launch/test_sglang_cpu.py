@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from constraints import pins
+from launch_scripts import write_script
 from process_groups import descendants, members, nothing_is_left
 from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
 from sglang_server import moe_server as moe_server
@@ -39,6 +40,12 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
     assert run.returncode == 1 and "/bin/false cannot run megatron-rc serve; pip install" in run.stderr
     run = bash(LAUNCH / "serve_sglang.sh", tmp_path, PYTHON=f"{ROOT}/.venv/bin/python")
     assert run.returncode == 2 and "has no SGLang" in run.stderr
+    # a python3 without typer: the Python of .venv starts the SGLang of python3, and help needs neither
+    without = write_script(tmp_path / "bin/python3", "#!/bin/sh\nexit 1\n").parent
+    for script in (SERVE, LAUNCH / "serve_sglang.sh"):
+        assert "Serve a model with SGLang" in bash(script, "--help", PATH=f"{without}:/usr/bin:/bin", PYTHON="").stdout
+    run = bash(LAUNCH / "serve_sglang.sh", tmp_path, PATH=f"{without}:/usr/bin:/bin", PYTHON="")
+    assert run.returncode == 2 and "error: python3 has no SGLang" in run.stderr
 
 
 def test_torch_and_triton_are_the_versions_of_the_other_environment() -> None:
