@@ -85,10 +85,10 @@ def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_s
     assert lost[mask].mean() > 0.01
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 0.01])
 def test_a_corrupt_log_prob_of_the_version_that_sampled_is_corruption(broken: float) -> None:
     train, rollout, mask, cu_seqlens = gapped(0.1, 0.2, 0.3)
-    sampling = torch.tensor([0.0, broken, 0.1])
+    sampling = torch.tensor([0.0, broken, -0.1])
     correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
     found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, sampling_logprobs=sampling)
     assert found.mask.tolist() == [True, False, True]
