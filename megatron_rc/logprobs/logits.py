@@ -98,8 +98,11 @@ def vocab_parallel_logprobs(
     Source: online softmax (arXiv 1805.02867) in the shifted form that stays exact for large logits.
     """
     _check_arguments(logits, targets, temperature, mask, support)
-    if inplace_backward:
-        _check_may_be_overwritten(logits)
+    expanded = (size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    if inplace_backward and any(expanded):
+        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward must be False for a leaf with requires_grad: its gradient would replace it")
     computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
@@ -278,14 +281,6 @@ def _shard(widths: tuple[int, ...], tp_group: Group, vocab_size: int | None) -> 
     rank = 0 if tp_group is None else tp_group.rank()
     start, width = sum(widths[:rank]), widths[rank]
     return start, width if vocab_size is None else min(max(vocab_size - start, 0), width)
-
-
-def _check_may_be_overwritten(logits: Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
-        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
-    owner = logits if logits._base is None else logits._base
-    if owner.is_leaf and owner.requires_grad:
-        raise ValueError("inplace_backward must be False for a leaf with requires_grad: its gradient would replace it")
 
 
 def _check_arguments(

@@ -140,7 +140,7 @@ def test_a_ratio_just_outside_a_bound_is_dropped(level: Any) -> None:
     train = torch.tensor([above, below], dtype=torch.float64)
     gate = Rejection("ratio", level, "mean", upper=2.0)
     corrected = correct(
-        train, train * 0, train > 0, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=torch.tensor([0, 1, 2])
+        train * 0, -train, train > 0, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=torch.tensor([0, 1, 2])
     )
     assert corrected.mask.tolist() == [False, True]
 

@@ -19,7 +19,7 @@ LENGTHS = [12, 0, 7, 30, 1, 9]
 def sampled(batch: Case, seed: int = 5) -> Tensor:
     """log pi of the version that sampled; rows without a loss hold rubbish."""
     noise = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed))
-    return torch.where(batch.mask, batch.rollout + 0.3 * noise, torch.nan)
+    return torch.where(batch.mask, (batch.rollout + 0.3 * noise).clamp(max=0), torch.nan)
 
 
 def run(batch: Case, weight: Weight, sampling: Tensor, **options: Any) -> Corrected:

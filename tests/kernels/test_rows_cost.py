@@ -41,7 +41,8 @@ def everything(rows: tuple[int, ...]) -> dict[str, Any]:
 def test_forward_is_one_launch_and_backward_another(
     rows: tuple[int, ...], options: Callable[[tuple[int, ...]], dict[str, Any]], inplace: bool
 ) -> None:
-    logits = torch.randn(*rows[::-1], 70).transpose(0, -2).bfloat16().requires_grad_()
+    leaf = torch.randn(*rows[::-1], 70).transpose(0, -2).bfloat16().requires_grad_()
+    logits = leaf.view_as(leaf)
     targets = torch.zeros(rows[::-1], dtype=torch.int64).mT if len(rows) == 2 else torch.zeros(rows, dtype=torch.int64)
     given, results, ups = options(rows), list[Tensor](), list[Tensor]()
 
@@ -79,7 +80,8 @@ class NewMemory(TorchDispatchMode):
 
 def test_log_probs_entropy_and_gradient_take_32_bytes_a_token_beyond_the_logits() -> None:
     rows = 16
-    logits = torch.randn(rows, 70).bfloat16().requires_grad_()
+    leaf = torch.randn(rows, 70).bfloat16().requires_grad_()
+    logits = leaf.view_as(leaf)
     targets = torch.zeros(rows, dtype=torch.int64)
     with NewMemory() as memory:
         lp, entropy = vocab_parallel_logprobs(
