@@ -14,7 +14,7 @@ $(PYTHON):
 check: | $(PYTHON)  ## Lint and type-check.
 	$(PYTHON) -m ruff check --quiet .
 	$(PYTHON) -m ruff format --check --quiet .
-	$(PYTHON) -m mypy --no-error-summary megatron_rc
+	$(PYTHON) -m mypy --no-error-summary megatron_rc tests/support/typed_user.py
 
 # pytest answers 5 when it ran no test: tests of the kernels run under TRITON_INTERPRET=1 alone
 test: | $(PYTHON)  ## Run the whole test command; make test T=tests/schema runs those tests alone and installs nothing.

@@ -6,6 +6,7 @@ setup(
     # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels, which has no __init__.py
     packages=[*find_packages(include=["megatron_rc", "megatron_rc.*"]), "megatron_rc.kernels"],
     package_data={
+        "megatron_rc": ["py.typed"],
         "megatron_rc.kernels": ["README.md"],
         "megatron_rc.analyze.rules": ["*.md"],
         "megatron_rc.analyze.pages": ["*.css"],

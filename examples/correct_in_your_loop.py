@@ -31,7 +31,6 @@ def main() -> None:
 
         logits = theta[position]
         logprobs = vocab_parallel_logprobs(logits, tokens, mask=loss_mask)
-        assert isinstance(logprobs, torch.Tensor)
         old_logprobs = logprobs.detach()
         corrected = correct(old_logprobs, rollout_logprobs, loss_mask, correction=correction, cu_seqlens=cu_seqlens)
         corrected.metrics.check()

@@ -34,7 +34,8 @@ class Session:
             assert self.lr_rule is not None
             self.lr_rule.detach(scheduler)
         m = self.seen.values()
-        print(f"k3 {m['k3']:.5f}, ESS {m['ess_token_final']:.4f}, largest weight {m['weight_max']:.3f} over all steps")
+        weights = f"ESS {m['ess_token_final']:.4f} with weights up to {m['weight_max']:.3f}"
+        print(f"all steps: k3 {m['k3']:.5f}, ESS of pi/mu {m['ess_token']:.4f}; the loss had {weights}")
 
 
 def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[..., Tensor]:
@@ -76,18 +77,18 @@ HOSTS["existing-loop"] = Host(
     read_version=lambda: None,
     prepare=lambda correction, lr_rule: Session(correction or RolloutCorrection(), lr_rule),
     release=Session.release,
-    differences=("the run stops when more than 1 % of a step's log-probs are NaN or infinite",),
+    differences=("the run stops when more than 1 % of a step's log-probs are NaN, infinite or above 0",),
 )
 
 
 def main() -> None:
     existing_loop.start()
     print("before: rollouts 16 updates old, only measured")
-    with patch("existing-loop", correction=RolloutCorrection()):
+    with patch("existing-loop", correction="none"):
         existing_loop.train()
     print("after: corrected, with the length decay")
     decay = LengthDecayLR(existing_loop.LR, decay_period=60)
-    with patch("existing-loop", correction=RolloutCorrection.preset("token-tis"), lr_rule=decay) as patched:
+    with patch("existing-loop", correction="token-tis", lr_rule=decay) as patched:
         existing_loop.train()
     print(patched.report())
 

@@ -82,11 +82,13 @@ def correction_fwd_kernel(
     )
     rows = start + tl.arange(0, BLOCK)
     inside = (rows >= begin) & (rows < end)
-    log_ratio, rollout, valid, loss = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
+    log_ratio, rollout, valid, loss, positive = load_log_ratio(
+        train_logprobs, rollout_logprobs, loss_mask, rows, inside
+    )
     bound = tl.full((), LOG_RATIO_BOUND, tl.float64)
     cell = metrics + chunk
     sheet = new_sheet(WARPS, ROWS)
-    sheet, row, rho_max, rho_min = put_tokens(sheet, 0, log_ratio, rollout, valid, loss, bound)
+    sheet, row, rho_max, rho_min = put_tokens(sheet, 0, log_ratio, rollout, valid, loss, positive, bound)
     row_of_lags = row
     if len(LAG_BINS) > 0:
         # first, where rho and k3 of every lane exist already: keeping them for later takes too many registers

@@ -3,16 +3,20 @@
 import triton
 import triton.language as tl
 
+_POSITIVE_FROM = tl.constexpr(1e-3)  # nats, as in megatron_rc/correction/sums.py: what is above it is not rounding
+
 
 @triton.jit
 def load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside):
-    """(l, log mu, valid, loss); l and log mu are fp32, and 0 where a token is not valid."""
+    """(l, log mu, valid, loss, positive); l and log mu are fp32, and 0 where a token is not valid."""
     loss = tl.load(loss_mask + rows, mask=inside, other=0) != 0
     rollout = tl.load(rollout_logprobs + rows, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(train_logprobs + rows, mask=inside, other=0.0).to(tl.float32) - rollout
+    train = tl.load(train_logprobs + rows, mask=inside, other=0.0).to(tl.float32)
     # false for NaN or +inf on either side, and for -inf from the sampler
-    valid = loss & (value < float("inf")) & (rollout < float("inf"))
-    return tl.where(valid, value, 0.0), tl.where(valid, rollout, 0.0), valid, loss
+    valid = loss & (train <= _POSITIVE_FROM) & (rollout <= _POSITIVE_FROM) & (rollout > float("-inf"))
+    # neither NaN nor infinite, but above 0
+    above = ((train > _POSITIVE_FROM) | (rollout > _POSITIVE_FROM)) & (train < float("inf")) & (rollout < float("inf"))
+    return tl.where(valid, train - rollout, 0.0), tl.where(valid, rollout, 0.0), valid, loss, loss & above
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def _square(key: Key) -> Key:
 
 _WITH_SQUARES = tuple(key for each in ("dev", "rho", "q", "p") for key in (each, _square(each)))
 _PRODUCTS = ("log_ratio", "log_ratio_abs", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
-OF_TOKENS = ("beyond_2", "clamped", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
+OF_TOKENS = ("beyond_2", "clamped", "positive", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
 OF_WEIGHTS = ("weight", "kept", _square("weight"))
 OF_STANDARDIZED = ("capped_k3", "pi_mass_kept", "judged")
 OF_SEQUENCES = ("bad_sequences",)
@@ -107,7 +107,7 @@ def clamp(x, bound):
 
 
 @triton.jit
-def put_tokens(sheet, row, log_ratio, rollout, valid, loss, bound):
+def put_tokens(sheet, row, log_ratio, rollout, valid, loss, positive, bound):
     """(the sheet with OF_TOKENS, the row after them, the largest rho of every warp, the smallest one negated)."""
     distance = tl.abs(log_ratio)
     exact = log_ratio.to(tl.float64)
@@ -118,7 +118,7 @@ def put_tokens(sheet, row, log_ratio, rollout, valid, loss, bound):
     rho = tl.where(valid, exp_ell, 0.0)
     q = tl.where(valid, tl.exp(rollout), 0.0)
     p = tl.where(valid, tl.exp(rollout + exact), 0.0)
-    sheet, row = add(sheet, row, (distance > _LOG_2, distance > bound.to(tl.float32)))
+    sheet, row = add(sheet, row, (distance > _LOG_2, distance > bound.to(tl.float32), positive))
     sheet, row = add(sheet, row, (ell, tl.abs(ell), rho * ell, p * q, tl.abs(dev), tl.abs(p - q)))
     sheet, row = add(sheet, row, (dev, dev * dev, rho, rho * rho, q, q * q, p, p * p, valid, loss))
     lowest = maxima_of_warps(tl.where(valid, -rho, float("-inf")), sheet.shape[0])

@@ -76,7 +76,7 @@ def unit_sums_fwd_kernel(
     _, begin, end, start = locate_chunk(chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK, BLOCK // 4)
     rows = start + tl.arange(0, BLOCK)
     inside = (rows >= begin) & (rows < end)
-    log_ratio, rollout, valid, loss = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
+    log_ratio, rollout, valid, loss, _ = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
 
     cell = sums + chunk
     tl.store(cell, tl.sum(log_ratio.to(tl.float64)))

@@ -63,7 +63,7 @@ class Rollout(NamedTuple):
     def of(cls, tokens: int) -> "Rollout":
         draw = torch.Generator().manual_seed(0)
         length = min(LENGTH, tokens)
-        old = -torch.rand(tokens // length, length, generator=draw) * 3
+        old = -torch.rand(tokens // length, length, generator=draw) * 3 - 1
         return cls(old, old + 0.03 * torch.randn(old.shape, generator=draw), torch.randn(len(old), generator=draw))
 
 

@@ -86,7 +86,7 @@ class Problem:
 def ours(backend: str, targets: Tensor, with_entropy: bool, **options: Any) -> Path:
     def path(logits: Tensor) -> tuple[Tensor, ...]:
         given: dict[str, Any] = {"with_entropy": with_entropy, "inplace_backward": True, "backend": backend} | options
-        answer = vocab_parallel_logprobs(logits, targets, **given)
+        answer = vocab_parallel_logprobs(logits.view_as(logits), targets, **given)
         return answer if isinstance(answer, tuple) else (answer,)
 
     return path

@@ -61,7 +61,7 @@ class Rollout(NamedTuple):
     def of(cls, meter: Meter, tokens: int, length: int = 1024) -> "Rollout":
         new = meter.new(tokens)
         length = min(length, max(1, tokens // 8))
-        rollout = -2 * torch.rand(tokens, **new)
+        rollout = -1 - 2 * torch.rand(tokens, **new)
         train = rollout + 0.01 * torch.randn(tokens, **new)
         ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=meter.device)
         return cls(train, rollout, torch.rand(tokens, **new) < 0.8, ends, length)

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.correction.sums import POSITIVE_FROM
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-POSITIVE_FROM = 1e-3
-"""nats; a log-prob above 0 by more than this is damage, by less it is rounding."""
 LOG_RATIO_BOUND = 50.0
 """nats; log-ratios are clamped to it, so that one impossible token does not make sums overflow."""
 

@@ -27,6 +27,12 @@ PLACES = 5
 HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
 """nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
 
+_DAMAGE = {
+    "nan": "NaN log-probs",
+    "infinite": "infinite log-probs",
+    "positive": "log-probs above 0 (are they probabilities, or -log p?)",
+}
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -157,9 +163,12 @@ class Gathering:
     def evidence(self, logged: Logged = MappingProxyType({})) -> Evidence:
         """What was measured; ``logged``: series of the run's log, which the course compares with k3.
 
-        Raises ValueError where there was no loss token with two log-probs.
+        Raises ValueError where there was no loss token with two log-probs, and says why.
         """
         sums = Sums(self._sums)
+        if self._damaged and not sums.tokens:
+            kinds = (f"{count:,} with {_DAMAGE[kind]}" for kind, count in self._damaged.items())
+            raise ValueError(f"the dump has no loss token left without the damaged responses: {', '.join(kinds)}")
         whole = honesty(sums)
         assert self._columns is not None, "honesty has refused a dump without tokens"
         best, alignment = self._lags.test()

@@ -10,32 +10,40 @@ from torch import Tensor
 from megatron_rc.backend import use_triton
 from megatron_rc.collectives import Group
 from megatron_rc.correction.formulas import PART_METRICS, beyond
-from megatron_rc.correction.inputs import Extras, Inputs, Pair, check_inputs, check_pair, check_tokens
+from megatron_rc.correction.inputs import Extras, Inputs, Pair, check_inputs, check_pair, check_tokens, check_type
 from megatron_rc.correction.measured_upper import settled
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.reference.sums import Computed, Statistics
 from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.sums import POSITIVE_FROM
 
 _NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """The result of `correct`; every tensor is detached."""
+    """The result of `correct`; every tensor is detached.
+
+    Attributes:
+        weights: [N] or [B, T] like the input, fp32 (fp64 for fp64 log-probs); 0 where mask is 0.
+        mask: [N] or [B, T], bool: the tokens that still count in the policy-gradient term.
+        bad_sequences: [S] bool: sequences with a corrupt log-prob.
+        metrics: statistics of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP.
+        correction: the settings that made it; `policy_loss` refuses arguments that contradict them.
+        mean_k3: 0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that
+            gate.
+    """
 
     weights: Tensor
-    """[N] or [B, T] like the input, fp32 (fp64 for fp64 log-probs); 0 where mask is 0."""
     mask: Tensor
-    """[N] or [B, T], bool: the tokens that still count in the policy-gradient term."""
     bad_sequences: Tensor
-    """[S] bool: sequences with a corrupt log-prob."""
     metrics: MetricSums
-    """Statistics of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-    """The settings that made it; `policy_loss` refuses arguments that contradict them."""
     mean_k3: Tensor | None = None
-    """0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "correction", RolloutCorrection.of(self.correction))
 
 
 class CorrectionBackend(Protocol):
@@ -80,8 +88,9 @@ def correct(
     outside; then every Rejection drops its units; then normalize="batch" divides by the mean weight of the kept tokens.
     No gate sees another gate or the weight. The gate "standardized" keeps units with |S + T K| <= upper sqrt(2 T K),
     where S = sum l over T tokens, K = mean min(k3, 0.5) over the batch. It also keeps all of T K < 1e-6, which is
-    rounding. A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token,
-    else its token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
+    rounding. A NaN or +inf log-prob, one above 0 by more than rounding (1e-3), or -inf from the sampler, drops its
+    sequence when any unit is larger than a token, else its token. log pi = -inf with a finite log mu is rho = 0.
+    Nothing here waits for the device.
 
     Args:
         train_logprobs: [N] packed or [B, T] padded, fp32, nats.
@@ -102,7 +111,7 @@ def correct(
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
         backend: "torch", "triton", or "auto": triton where its kernels can take every argument, which excludes fp64.
-            Triton needs three launches, a fourth where turns are judged, one more to normalise, one for
+            Triton needs three launches, a fourth where turns are judged, one more to normalise, three for
             sampling_logprobs and two for a K of this batch. An argument that is not contiguous, or a mean_k3 that is
             not fp64, is copied in a launch of its own.
 
@@ -111,22 +120,24 @@ def correct(
 
     Raises:
         ValueError: mismatched shapes; missing advantages, statistics or segments that `correction` needs; "triton" with
-            a tensor that its kernels cannot take; for PyTorch on a CPU, cu_seqlens that do not ascend within 0 and N.
-            Under set_debug_checks(True) also those on any device, loss tokens that no sequence covers, segment_ids that
-            do not ascend below num_segments, ranks of cp_group that hold other sequences.
+            a tensor that its kernels cannot take; for PyTorch on a CPU, cu_seqlens that do not ascend within 0 and N,
+            or lengths in their place; an argument of another type. Under set_debug_checks(True) also cu_seqlens on any
+            device, loss tokens that no sequence covers, segment_ids that do not ascend below num_segments, ranks of
+            cp_group that hold other sequences.
 
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855; prefixes, CTPO, arXiv 2605.07331.
     """
-    if isinstance(correction, str):
-        correction = RolloutCorrection.preset(correction)
+    correction = RolloutCorrection.of(correction)
+    check_type(Extras, extras=extras)
     applied, measures_upper = settled(correction, extras.measured_upper)
     plan = Plan.of(applied)._replace(measures_upper=measures_upper)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
     inputs = check_inputs(pair, plan, segment_ids, num_segments, advantages, extras, cp_group)
     if inputs.sampling_logprobs is not None:
-        # 0 times NaN or an infinity is NaN: a token that is corrupt on any side becomes corrupt in one operation
-        rollout = torch.add(pair.rollout_logprobs, inputs.sampling_logprobs, alpha=0)
+        # a token that is corrupt on any side becomes corrupt: 0 times NaN or an infinity is NaN
+        sampling, rollout = inputs.sampling_logprobs, pair.rollout_logprobs
+        rollout = torch.where(sampling > POSITIVE_FROM, sampling, torch.add(rollout, sampling, alpha=0))
         pair = pair._replace(rollout_logprobs=rollout)
     module = computing(backend, **pair._asdict(), **inputs.tensors())
     with torch.no_grad():

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
@@ -54,7 +55,7 @@ class Extras:
     sampling_logprobs: Tensor | None = None
     """The shape of loss_mask, fp32, nats: log pi of each token by the trainer's weights of the version that sampled it.
     Weights with staleness_upper need them. They also split the metrics into mismatch, sampling / rollout, and
-    staleness, train / sampling. NaN or an infinity is corruption."""
+    staleness, train / sampling. NaN, an infinity and what is above 0 are corruption."""
     mean_k3: Tensor | None = None
     """0-d on the same device, fp64 (another dtype is cast), nats: K of earlier batches, for the gate "standardized".
     Without it, K is that of this batch, in one all-reduce over dp_group. A caller that sees one micro-batch must give
@@ -92,12 +93,20 @@ class Inputs(NamedTuple):
         return {"segment_ids": self.segment_ids, "advantages": self.advantages, **rows, **named}
 
 
+def check_type(kind: type, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
 def check_shape(name: str, value: Tensor, shape: torch.Size, of: str) -> None:
+    check_type(Tensor, **{name: value})
     if value.shape != shape:
         raise ValueError(f"{name} must have the shape {tuple(shape)} of {of}, got {tuple(value.shape)}")
 
 
 def check_tokens(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> None:
+    check_type(Tensor, train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, loss_mask=loss_mask)
     shapes = [tuple(t.shape) for t in (train_logprobs, rollout_logprobs, loss_mask)]
     if len(shapes[0]) not in (1, 2) or len(set(shapes)) != 1:
         raise ValueError(
@@ -110,6 +119,8 @@ def check_pair(
     train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor | None, cp_group: Group
 ) -> Pair:
     check_tokens(train_logprobs, rollout_logprobs, loss_mask)
+    if cu_seqlens is not None:
+        check_type(Tensor, cu_seqlens=cu_seqlens)
     if train_logprobs.dim() == 2:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens must be None for padded [B, T] input, whose rows are the sequences")
@@ -163,6 +174,7 @@ def check_inputs(
 def _needed_mean_k3(pair: Pair, plan: Plan, mean_k3: Tensor | None) -> Tensor | None:
     if plan.standardized is None or mean_k3 is None:
         return None
+    check_type(Tensor, mean_k3=mean_k3)
     if mean_k3.dim() or mean_k3.device != pair.loss_mask.device:
         raise ValueError(
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
@@ -179,6 +191,7 @@ def _check_segments(pair: Pair, segment_ids: Tensor | None, num_segments: int | 
                 "segment_ids and num_segments must be given with context parallelism: a rank sees only parts of turns"
             )
         return
+    check_type(Tensor, segment_ids=segment_ids)
     if segment_ids.numel() != pair.loss_mask.numel():
         raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
     if debug_checks():
@@ -192,6 +205,7 @@ def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tup
         return None, "token"
     if advantages is None:
         raise ValueError("advantages must be given for upper='measured' and a rejection with when='negative_advantage'")
+    check_type(Tensor, advantages=advantages)
     shape, sequences = pair.loss_mask.shape, pair.num_sequences
     if advantages.shape == shape:
         return advantages, "token"
@@ -245,10 +259,24 @@ def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, T
     return {name: statistics[name] for name in plan.statistics}
 
 
-def check_offsets_on_cpu(pair: Pair) -> None:
-    """Refuse cu_seqlens that do not ascend within the tokens, where nobody has to wait for a device to see them."""
-    if pair.cu_seqlens is not None and pair.cu_seqlens.device.type == "cpu":
-        _check_offsets(pair.cu_seqlens, len(pair.loss_mask))
+def check_offsets_on_cpu(cu_seqlens: Tensor | None, loss_mask: Tensor) -> None:
+    """Refuse cu_seqlens that do not ascend within the tokens, and lengths in their place, where no device must wait."""
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return
+    if loss_mask.device.type == "cpu" and _look_like_lengths(cu_seqlens.numpy(), loss_mask):
+        raise ValueError(
+            f"cu_seqlens must hold where each sequence starts, got {cu_seqlens[0]} to {cu_seqlens[-1]}, which "
+            "look like lengths: pass their cumulative sum, with 0 in front"
+        )
+    _check_offsets(cu_seqlens, len(loss_mask))
+
+
+def _look_like_lengths(offsets: NDArray[Any], loss_mask: Tensor) -> bool:
+    """Whether loss tokens are left out, and none would be if these were lengths."""
+    first, last, total = offsets[0], offsets[-1], offsets.sum()
+    if (first, last) == (0, len(loss_mask)) or total > len(loss_mask) or loss_mask[total:].any():
+        return False
+    return bool(loss_mask[:first].any() or loss_mask[last:].any())
 
 
 def _check_offsets(cu_seqlens: Tensor, num_tokens: int) -> None:

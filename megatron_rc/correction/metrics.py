@@ -102,7 +102,7 @@ class MetricSums:
         Call it on all ranks after `all_reduce` and before the optimizer step.
 
         Args:
-            max_nonfinite_share: largest share of loss tokens with a NaN or infinite log-prob.
+            max_nonfinite_share: largest share of loss tokens with a log-prob that is NaN, infinite or above 0.
             max_k3: largest mean k3, nats. None: a k3 above 0.1 is logged as a warning, once per process.
 
         Raises:
@@ -112,10 +112,13 @@ class MetricSums:
             total = s.get("loss_tokens", 0.0)
             corrupt = total - s.get("tokens", 0.0)
             if corrupt > max_nonfinite_share * total:
+                sequences = s.get("bad_sequences", math.nan)
+                kinds = ["log-probs above 0 (probabilities, or -log p?)"] * (s.get("positive", 0.0) > 0)
+                kinds += ["NaN or infinite log-probs"] * (corrupt > s.get("positive", 0.0))
                 raise ValueError(
                     f"{prefix}nonfinite_share must be <= {max_nonfinite_share!r}, got {corrupt:.0f} of "
-                    f"{total:.0f} loss tokens with NaN or infinite log-probs, in "
-                    f"{s.get('bad_sequences', math.nan):.0f} sequences (bad_sequences names them)"
+                    f"{total:.0f} loss tokens with {' and '.join(kinds)}, in "
+                    f"{sequences:.0f} sequence{'s' * (sequences != 1)} (bad_sequences names them)"
                 )
             if METRICS["k3"].needs in s and not prefix.startswith("current_old/"):
                 check_k3(f"{prefix}k3", METRICS["k3"].value(s), max_k3)

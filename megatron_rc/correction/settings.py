@@ -91,8 +91,18 @@ class RolloutCorrection:
             raise ValueError(f"staleness_upper must not be used in {caller}, {why}")
 
     @classmethod
+    def of(cls, given: "RolloutCorrection | str") -> "RolloutCorrection":
+        """The correction itself, or the preset of that name; ValueError for anything else."""
+        if isinstance(given, str):
+            return cls.preset(given)
+        if isinstance(given, cls):
+            return given
+        must = "correction must be a RolloutCorrection or the name of a preset, such as 'token-tis' or 'none'"
+        raise ValueError(f"{must}, got {type(given).__name__}; RolloutCorrection.from_dict takes a mapping")
+
+    @classmethod
     def preset(cls, name: str) -> "RolloutCorrection":
-        """A named method with its published or customary bounds; `PRESETS` lists all of them with their sources.
+        """A named method with its published or customary bounds; `megatron-rc presets` prints all, with sources.
 
         Raises:
             ValueError: there is no preset of that name; the error suggests the nearest name.

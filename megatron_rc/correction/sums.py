@@ -1,4 +1,4 @@
-"""Names of the sums that metrics are made of, and the bins of lags."""
+"""Names of the sums that metrics are made of, the bins of lags, and which log-probs enter no sum."""
 
 from typing import NamedTuple
 
@@ -25,6 +25,11 @@ def square_of(key: Key) -> Sum:
 def part_of(key: Key, part: str) -> Sum:
     """The sum over a part of the batch."""
     return Sum(key, part=part) if isinstance(key, str) else key._replace(part=part)
+
+
+POSITIVE_FROM = 1e-3
+"""nats; a log-prob above 0 by more than this is corrupt, by less it is rounding, which reaches about 1e-5 where fp32
+log-probs are renormalised. `kernels/log_ratio.py` has the same number."""
 
 
 class LagBin(NamedTuple):

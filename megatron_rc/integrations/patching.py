@@ -20,7 +20,7 @@ from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
 def patch(
     host: str = "auto",
     *,
-    correction: RolloutCorrection | None = None,
+    correction: RolloutCorrection | str | None = None,
     lr_rule: LRRule | None = None,
     head: Head = "logits",
     head_chunk: int | None = None,
@@ -38,8 +38,9 @@ def patch(
     `Patch.recipe` has the flags and the YAML that give it the same correction.
 
     Args:
-        host: a name in `HOSTS`; "auto": the only one that can be imported.
-        correction: what happens to rollouts; None leaves the host's loss as it is, RolloutCorrection() only measures.
+        host: "megatron-lm", "slime", "verl" or another (docs/hosts); "auto": the only one that can be imported.
+        correction: what happens to rollouts, or the name of a preset; None leaves the host's loss as it is, "none"
+            only measures.
         lr_rule: learning-rate rule: a LengthDecayLR or MismatchLR, or its settings, which take the host's own maximum
             learning rate. None: the host's schedule.
         head: what log-probs are made of: the logits, or ("linear") hidden states and the weight of the head, whose
@@ -55,6 +56,8 @@ def patch(
             host or its version is unknown or not importable, or cannot honour `correction`. Or a symbol is missing, has
             other parameters, or was replaced by somebody else. Nothing has been replaced then.
     """
+    if correction is not None:
+        correction = RolloutCorrection.of(correction)
     check_lr_rule(lr_rule, correction)
     if correction is None and lr_rule is None:
         raise ValueError("correction or lr_rule must be given: patch has nothing to do")

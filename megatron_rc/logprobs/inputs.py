@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.backend import debug_checks, use_triton
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
+from megatron_rc.correction.inputs import check_type
 from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.backends import RowsBackend
 from megatron_rc.logprobs.gradient import check_wide_products, product_into
@@ -53,7 +54,9 @@ class HeadInputs:
 
 def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, head: HeadInputs) -> None:
     """Refuse hidden states, weights and rows that the head cannot take, and what does not fit them."""
+    check_type(HeadInputs, head=head)
     rows = head.rows
+    check_type(Tensor, hidden=hidden)
     if hidden.dim() != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"hidden must be [N, H] bf16, fp16, fp32 or fp64, got {hidden.dtype} {tuple(hidden.shape)}")
     check_wide_products(hidden.dtype, hidden.device)

@@ -20,7 +20,7 @@ and 16 bytes per token, and computes the logits again in backward, for any loss.
 statistics, one all-gather of 16 bytes per token, merge. The gradient of the logits is written over them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -40,15 +40,27 @@ from megatron_rc.loss.policy_loss import LossBackend, check_loss_arguments, loss
 from megatron_rc.loss.reference import LossInputs
 
 
+# fmt: off
+@overload
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    head: HeadInputs = HeadInputs(),
-    with_entropy: bool = False,
-    backend: str = "auto",
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
+    with_entropy: Literal[False] = False, backend: str = "auto",
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
+    with_entropy: Literal[True], backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
+    with_entropy: bool, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
+    with_entropy: bool = False, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
+    # fmt: on
     """log pi(target) of every token, and the entropy of pi, from hidden states and the local shard of the head.
 
     `vocab_parallel_logprobs` of the logits hidden @ weight^T, computed one chunk of tokens at a time: 2 N H V

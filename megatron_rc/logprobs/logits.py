@@ -8,7 +8,7 @@
 `reference.rows` and `fused` compute the first, third and fourth step; the gather and autograd are here.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,26 +19,38 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into
-from megatron_rc.correction.inputs import check_same_on_ranks, check_shape
+from megatron_rc.correction.inputs import check_same_on_ranks, check_shape, check_type
 from megatron_rc.logprobs.backends import RowsBackend, computing
 from megatron_rc.logprobs.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
 
 
+# fmt: off
+@overload
 def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    vocab_size: int | None = None,
-    support: Support | None = None,
-    with_entropy: bool = False,
-    inplace_backward: bool = False,
-    backend: str = "auto",
+    logits: Tensor, targets: Tensor, *, tp_group: Group = None, temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None, vocab_size: int | None = None, support: Support | None = None,
+    with_entropy: Literal[False] = False, inplace_backward: bool = False, backend: str = "auto",
+) -> Tensor: ...
+@overload
+def vocab_parallel_logprobs(
+    logits: Tensor, targets: Tensor, *, tp_group: Group = None, temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None, vocab_size: int | None = None, support: Support | None = None,
+    with_entropy: Literal[True], inplace_backward: bool = False, backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def vocab_parallel_logprobs(
+    logits: Tensor, targets: Tensor, *, tp_group: Group = None, temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None, vocab_size: int | None = None, support: Support | None = None,
+    with_entropy: bool, inplace_backward: bool = False, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def vocab_parallel_logprobs(
+    logits: Tensor, targets: Tensor, *, tp_group: Group = None, temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None, vocab_size: int | None = None, support: Support | None = None,
+    with_entropy: bool = False, inplace_backward: bool = False, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
+    # fmt: on
     """log pi(target) of every row, and the entropy of pi, from the local shard of the logits.
 
     With z = logits / temperature over the ids below vocab_size (over the kept ids of the row when support is given),
@@ -78,9 +90,10 @@ def vocab_parallel_logprobs(
 
     Raises:
         ValueError: mismatched shapes, dtypes or devices, a temperature <= 0, a vocab_size larger than all shards
-            together, logits that overlap in memory with inplace_backward, an unknown backend, "triton" with logits that
-            its kernels cannot take. Under set_debug_checks(True) also targets or kept ids outside the vocabulary,
-            offsets that do not ascend, a temperature tensor with a value <= 0, ranks of tp_group with unequal rows.
+            together, with inplace_backward logits that overlap in memory or are a leaf, an unknown backend, "triton"
+            with logits that its kernels cannot take. Under set_debug_checks(True) also targets or kept ids outside the
+            vocabulary, offsets that do not ascend, a temperature tensor with a value <= 0, ranks of tp_group with
+            unequal rows.
 
     Source: online softmax (arXiv 1805.02867) in the shifted form that stays exact for large logits.
     """
@@ -88,6 +101,8 @@ def vocab_parallel_logprobs(
     expanded = (size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
     if inplace_backward and any(expanded):
         raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward must be False for a leaf with requires_grad: its gradient would replace it")
     computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
@@ -272,6 +287,7 @@ def _check_arguments(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, mask: Tensor | None, support: Support | None
 ) -> None:
     """The checks that do not wait for the device."""
+    check_type(Tensor, logits=logits)
     if logits.dim() not in (2, 3) or not logits.is_floating_point() or logits.shape[-1] == 0:
         raise ValueError(
             f"logits must be floating point [N, V_local] or [B, T, V_local], got {logits.dtype} {tuple(logits.shape)}"
@@ -290,7 +306,7 @@ def check_rows(
 ) -> None:
     """Refuse arguments that do not fit the rows of ``of``, logits or hidden states."""
     for name, value in (("targets", targets), ("mask", mask), ("temperature", temperature)):
-        if isinstance(value, Tensor):
+        if value is not None and not isinstance(value, float | int):
             check_shape(name, value, rows, f"the rows of {of}")
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")

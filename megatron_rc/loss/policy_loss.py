@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rc.backend import use_triton
 from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.inputs import check_shape
+from megatron_rc.correction.inputs import check_shape, check_type
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.loss import reference
@@ -54,7 +54,8 @@ def policy_loss(
     Args:
         current_logprobs: [N] packed or [B, T] padded, fp32, nats, with gradient.
         old_logprobs: the same shape or None, fp32, nats.
-        advantages: the same shape, or [B] in the padded layout (`expand_to_tokens` for the packed one).
+        advantages: the same shape, or [B] or [B, 1] in the padded layout; for the packed one
+            `megatron_rc.loss.advantages.expand_to_tokens` makes [N] of [S].
         corrected: weights and mask (bool) of these tokens, and the settings that made them.
         scale: the same shape, fp32, from loss_scale; 0 where loss_mask is 0.
         reference_logprobs: the same shape, fp32, nats: the policy to stay close to; needed for kl_coef.
@@ -74,13 +75,16 @@ def policy_loss(
     Source: PPO (arXiv 1707.06347); dual clip (arXiv 1912.09729); clip-higher (DAPO, arXiv 2503.14476);
         the ratio in K (DeepSeek-V3.2).
     """
+    check_type(Tensor, current_logprobs=current_logprobs, advantages=advantages)
+    if current_logprobs.dim() == 2 and advantages.shape == (len(current_logprobs), 1):
+        advantages = advantages[:, 0]
     inputs = LossInputs.of(old_logprobs, advantages, corrected, scale, reference_logprobs)
-    computed = computing(backend, current_logprobs=current_logprobs, entropy=entropy, **inputs.named())
     check_loss_arguments(inputs, options, corrected.correction, current_logprobs, "current_logprobs")
     if entropy is not None:
         _check_like("entropy", entropy, current_logprobs, "current_logprobs")
     elif options.entropy_coef:
         raise ValueError(f"entropy must be given when entropy_coef is {options.entropy_coef!r}")
+    computed = computing(backend, current_logprobs=current_logprobs, entropy=entropy, **inputs.named())
     loss, totals = computed.policy_loss(current_logprobs, entropy, inputs, options)
     return PolicyLoss(
         loss, loss_metrics(options, totals, kl=reference_logprobs is not None, entropy=entropy is not None)
@@ -118,6 +122,7 @@ def check_loss_arguments(
     inputs: LossInputs, options: LossOptions, correction: RolloutCorrection, like: Tensor, of: str
 ) -> None:
     """Refuse tensors without the shape or the device of ``like``, which errors call ``of``, and bad settings."""
+    check_type(LossOptions, options=options)
     options.check(correction)
     if (correction.old == "current") != (inputs.old is None):
         raise ValueError(

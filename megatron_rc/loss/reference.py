@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import compute_dtype
 from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.inputs import check_type
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.loss.options import SURROGATES, LossOptions
 
@@ -41,6 +42,7 @@ class LossInputs(NamedTuple):
         reference_logprobs: Tensor | None,
     ) -> "LossInputs":
         """From arguments of `megatron_rc.policy_loss`."""
+        check_type(Corrected, corrected=corrected)
         bound = corrected.correction.log_ratio_bound
         return cls(old_logprobs, advantages, corrected.weights, corrected.mask, scale, reference_logprobs, bound)
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import all_reduced
-from megatron_rc.correction.inputs import check_shape
+from megatron_rc.correction.inputs import check_offsets_on_cpu, check_shape, check_type
 from megatron_rc.loss.advantages import expand_to_tokens
 from megatron_rc.loss.options import AGGREGATIONS, DENOMINATORS, Aggregation, Denominator
 from megatron_rc.schema.limits import check_one_of
@@ -31,7 +31,7 @@ def loss_scale(
     Args:
         loss_mask: [N] packed or [B, T] padded, bool; tokens of this optimizer step on this rank.
         kept_mask: the same shape, `Corrected.mask`.
-        aggregation: a name of `AGGREGATIONS`.
+        aggregation: "token-mean", or one of the means over sequences above.
         denominator: "original" counts loss_mask, "kept" loss_mask & kept_mask. With "original" the step does not grow
             when more tokens are rejected.
         cu_seqlens: [S + 1] int32, packed layout only.
@@ -44,10 +44,12 @@ def loss_scale(
         still count) and 0 elsewhere. A sequence with no counted token is 0 throughout, unless token-mean.
 
     Raises:
-        ValueError: an unknown aggregation or denominator; max_length or cu_seqlens missing.
+        ValueError: an unknown aggregation or denominator; max_length or cu_seqlens missing; on a CPU, cu_seqlens that
+            do not ascend, or lengths in their place.
     """
     check_one_of("aggregation", aggregation, AGGREGATIONS)
     check_one_of("denominator", denominator, DENOMINATORS)
+    check_type(Tensor, loss_mask=loss_mask)
     check_shape("kept_mask", kept_mask, loss_mask.shape, "loss_mask")
     loss_mask, chosen = loss_mask.bool(), AGGREGATIONS[aggregation]
     counted = loss_mask & kept_mask.bool() if denominator == "kept" else loss_mask
@@ -70,6 +72,8 @@ def _tokens_per_sequence(counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return counted.sum(1)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens must be given for packed tensors: this aggregation needs the sequences")
+    check_type(Tensor, cu_seqlens=cu_seqlens)
+    check_offsets_on_cpu(cu_seqlens, counted)
     # int64 differences are exact
     before = torch.cat([cu_seqlens.new_zeros(1, dtype=torch.int64), counted.cumsum(0)])
     return before[cu_seqlens.long()].diff()

@@ -54,7 +54,7 @@ class RolloutSettings:
     lag: int = 0
     """The engine serves weights that are this many steps old."""
     max_nonfinite_share: float = 0.01
-    """The job stops when a larger share of the log-probs is NaN or infinite."""
+    """The job stops when a larger share of the log-probs is NaN, infinite or above 0."""
 
     def __post_init__(self) -> None:
         self.sampling()

@@ -1,11 +1,13 @@
 """The statistics behind a diagnosis, against known laws and against the plain way to compute them."""
 
+import math
 import tracemalloc
 
 import numpy as np
 import pytest
 from simulated_dumps import evidence_of, one_stale_server, small_honest, world
 
+from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.statistics import growth
 from megatron_rc.analyze.statistics.factors import FACTORS, octave, octave_start
@@ -156,3 +158,16 @@ def test_the_tail_of_two_billion_weights_is_fitted_in_little_memory() -> None:
     tracemalloc.stop()
     assert abs(shape - 1 / 3) < 0.01
     assert peak < 20 * 2**20
+
+
+def test_a_dump_of_damaged_responses_alone_says_what_is_wrong_with_them() -> None:
+    said = (
+        "no loss token left without the damaged responses: 1 with NaN log-probs, 2 with log-probs above 0 .are they p"
+    )
+    with pytest.raises(ValueError, match=said):
+        diagnose(np.array([0.5, -1, math.nan, 0.5]), np.full(4, -1.0), np.array([0, 2, 4]))
+
+
+def test_a_horizon_of_one_token_is_one_token() -> None:
+    reaches = [growth.Growth(np.zeros(1), 0.5, 1.0, 1.0, tokens).reach for tokens in (1.2, 1234.5, math.inf)]
+    assert reaches == ["1 token", "1,234 tokens", "no limit"]

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -54,6 +55,8 @@ def test_the_kernel_folder_is_a_link_without_a_package_file() -> None:
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {n for n in archive.namelist() if ".dist-info/" not in n}
+    # or type checkers take the package for untyped
+    assert "megatron_rc/py.typed" in inside
     assert {n.split("/")[0] for n in inside} == {"megatron_rc"}
     package = {p for p in (checkout / "megatron_rc").rglob("*") if p.is_file() and p.parent.name != "__pycache__"}
     package |= {checkout / "megatron_rc/kernels" / p.name for p in (checkout / "triton_kernels").iterdir()}
@@ -161,3 +164,22 @@ def test_launch_scripts_name_what_is_wrong_with_python(script: str, tmp_path: Pa
     command = [str(tmp_path / "launch" / script)]
     assert "PYTHON=/bin/false is not a working Python 3.11 or newer" in refused(command, PYTHON="/bin/false")
     assert "cannot make virtual environments; install its venv" in refused(command, PYTHON=str(without_venv))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_typed_loop_passes_and_a_wrong_type_does_not(checker: str, wheel: Path, tmp_path: Path) -> None:
+    program = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip(f"{checker} is not installed")
+    python = installed(wheel, tmp_path / "venv")
+    # torch and the others are those of this environment
+    (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    strict = ["--strict", "--python-executable", str(python), "--cache-dir", os.devnull]
+    command = [program, *(strict if checker == "mypy" else ["--pythonpath", str(python)]), "loop.py"]
+    text = (ROOT / "tests/support/typed_user.py").read_text()
+    for loop, said in ((text, "Success|0 errors"), (text.replace(", Corrected)", ", str)"), "assert_type")):
+        (tmp_path / "loop.py").write_text(loop)
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800).stdout
+        assert re.search(said, found), found

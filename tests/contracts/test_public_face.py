@@ -1,9 +1,11 @@
 """The public names: lazy, light, and with the signatures that the README and the hosts are written against."""
 
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,12 @@ def test_signatures_are_the_documented_ones(name: str) -> None:
     assert inspect.isfunction(found) or found.__dataclass_params__.frozen
 
 
-def test_results_are_named() -> None:
-    assert {"weights", "mask", "bad_sequences", "metrics"} <= set(inspect.get_annotations(megatron_rc.Corrected))
+def test_help_tells_the_fields_of_the_result_and_names_no_table_that_is_not_public() -> None:
+    corrected, preset = megatron_rc.Corrected, megatron_rc.RolloutCorrection.preset
+    assert all(f"{field.name}: " in str(corrected.__doc__) for field in fields(corrected))
     assert list(inspect.get_annotations(megatron_rc.PolicyLoss)) == ["loss", "metrics"]
+    texts = (str(found.__doc__) for found in (preset, *(getattr(megatron_rc, name) for name in megatron_rc.__all__)))
+    assert re.findall(r"`[A-Z_]{3,}`", "".join(texts)) == []
 
 
 def test_metric_sums_merge_reduce_check_and_report() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case, gapped, padded_around, weight
+from correction_book import Case, below_zero, case, gapped, padded_around, weight
 from extras import correct
 from torch import Tensor
 
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.loss.scale import loss_scale
 
 INF, NAN = math.inf, math.nan
 
@@ -83,16 +84,16 @@ def test_given_segments_are_those_found_from_the_mask() -> None:
 
 def test_turn_numbers_may_restart_in_every_sequence() -> None:
     log_ratios = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
-    zeros, mask = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    pair, mask = below_zero(log_ratios, torch.zeros_like(log_ratios)), torch.ones(8, dtype=torch.bool)
     correction = RolloutCorrection(Weight("segment", "truncate", upper=INF))
     for turns, count in (([0, 0, 1, 1, 0, 0, 1, 1], 2), ([0, 0, 1, 1, 1, 1, 2, 2], 3), ([5, 5, 9, 9, 3, 3, 9, 9], 10)):
         ids = torch.tensor(turns)
         packed = correct(
-            log_ratios, zeros, mask, correction=correction, segment_ids=ids, num_segments=count,
+            *pair, mask, correction=correction, segment_ids=ids, num_segments=count,
             cu_seqlens=torch.tensor([0, 4, 4, 8]),
         )  # fmt: skip
         torch.testing.assert_close(packed.weights.log(), log_ratios)
-        rows = (x.view(2, 4) for x in (log_ratios, zeros, mask))
+        rows = (x.view(2, 4) for x in (*pair, mask))
         in_rows = correct(*rows, correction=correction, segment_ids=ids.view(2, 4), num_segments=count)
         assert torch.equal(in_rows.weights.flatten(), packed.weights)
 
@@ -122,6 +123,20 @@ def test_offsets_beyond_the_tokens_are_named_on_a_cpu(no_debug_checks: None) -> 
             correct(*batch.arguments, correction=RolloutCorrection(), cu_seqlens=torch.tensor(offsets))
     with pytest.raises(ValueError, match="cu_seqlens must hold at least one sequence for 10 tokens"):
         correct(*batch.arguments, correction=RolloutCorrection(), cu_seqlens=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("lengths", [[6, 6, 6, 6], [5, 6, 13], [0, 10, 14], [9, 6, 5]])
+def test_lengths_in_place_of_cu_seqlens_are_named_on_a_cpu(lengths: list[int], no_debug_checks: None) -> None:
+    # the last rows may be padding
+    zeros, mask = torch.zeros(24), torch.arange(24) < sum(lengths)
+    for call in (
+        lambda offsets: correct(zeros, zeros, mask, correction="none", cu_seqlens=offsets),
+        lambda offsets: pair_metrics(zeros, zeros, mask, cu_seqlens=offsets),
+        lambda offsets: loss_scale(mask, mask, aggregation="seq-mean-token-mean", cu_seqlens=offsets),
+    ):
+        call(torch.tensor([0, *lengths]).cumsum(0))
+        with pytest.raises(ValueError, match="^cu_seqlens must hold where .* look like lengths: pass their cumulative"):
+            call(torch.tensor(lengths))
 
 
 @pytest.mark.full
@@ -249,6 +264,15 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
         ({"statistics": {}}, "statistics must hold 'surprise'"),
         ({"statistics": {"surprise": torch.zeros(2)}}, r"statistics\['surprise'\] must have the shape"),
         ({"segment_ids": torch.zeros(3, dtype=torch.int32)}, "must be given together"),
+        ({"train_logprobs": [0.0] * 3}, "train_logprobs must be of type Tensor, got list"),
+        ({"loss_mask": None}, "loss_mask must be of type Tensor, got NoneType"),
+        ({"cu_seqlens": [0, 3]}, "cu_seqlens must be of type Tensor, got list"),
+        ({"advantages": [0.0]}, "advantages must be of type Tensor, got list"),
+        ({"statistics": {"surprise": [0.0] * 3}}, r"statistics\['surprise'\] must be of type Tensor, got list"),
+        ({"correction": "token-tsi"}, "unknown preset 'token-tsi'; did you mean 'token-tis'"),
+        ({"correction": ["token-tis"]}, "correction must be a RolloutCorrection or the name of a preset, .* got list"),
+        ({"correction": torch.zeros(3).numpy()}, "correction must be a RolloutCorrection or .* got ndarray"),
+        ({"correction": None}, "correction must be a RolloutCorrection or .* got NoneType"),
         ({"segment_ids": torch.zeros(2, dtype=torch.int32), "num_segments": 1}, "segment_ids must have the shape"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_weight_and_several_gates_together_follow_their_definition(
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     seed=st.integers(0, 999),
-    rubbish=st.lists(st.tuples(st.integers(0, 99), SIDES, st.sampled_from([NAN, INF, -INF]))),
+    rubbish=st.lists(st.tuples(st.integers(0, 99), SIDES, st.sampled_from([NAN, INF, -INF, 0.01]))),
     level=st.sampled_from([None, *LEVELS]),
     gate=st.sampled_from([None, "token", "sequence", "segment"]),
 )
@@ -133,7 +133,7 @@ def test_a_ratio_just_outside_a_bound_is_dropped(level: Any) -> None:
     train = torch.tensor([above, below], dtype=torch.float64)
     gate = Rejection("ratio", level, "mean", upper=2.0)
     corrected = correct(
-        train, train * 0, train > 0, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=torch.tensor([0, 1, 2])
+        train * 0, -train, train > 0, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=torch.tensor([0, 1, 2])
     )
     assert corrected.mask.tolist() == [False, True]
 
@@ -196,7 +196,10 @@ def test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt
     assert vetoed.mask.tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("bad_train, bad_rollout", [(NAN, 0), (INF, 0), (0, NAN), (0, INF), (0, -INF), (-INF, -INF)])
+@pytest.mark.parametrize(
+    "bad_train, bad_rollout",
+    [(NAN, 0), (INF, 0), (0, NAN), (0, INF), (0, -INF), (-INF, -INF), (2e-3, -1), (-INF, 2e-3)],
+)
 def test_corruption_drops_the_token_or_the_sequence(bad_train: float, bad_rollout: float) -> None:
     train, rollout, mask, cu_seqlens = gapped(0.0, 0.0, 0.0, lengths=[2, 1])
     train[0], rollout[0] = bad_train, bad_rollout
@@ -215,9 +218,23 @@ def test_corruption_drops_the_token_or_the_sequence(bad_train: float, bad_rollou
         assert corrected.bad_sequences.tolist() == [True, False]
         values = corrected.metrics.values()
         assert (values["nonfinite_count"], values["bad_sequences"]) == (1, 1)
-        with pytest.raises(ValueError, match="1 of 3 loss tokens"):
+        kind = (
+            r"above 0 .probabilities, or -log p.." if 2e-3 in (bad_train, bad_rollout) else "NaN or infinite log-probs"
+        )
+        with pytest.raises(ValueError, match=f"1 of 3 loss tokens with .*{kind}, in 1 sequence .bad"):
             corrected.metrics.check()
         corrected.metrics.check(max_nonfinite_share=0.34)
+
+
+def test_a_log_prob_that_rounding_lifts_above_0_is_whole_and_what_is_above_is_named_beside_nan() -> None:
+    limit = torch.tensor(1e-3)
+    train = torch.stack([limit, limit.nextafter(torch.tensor(1.0)), torch.tensor(NAN), torch.tensor(1e-6)])
+    given = {"correction": "token-tis", "cu_seqlens": torch.tensor([0, 4])}
+    corrected = correct(train, torch.zeros(4), torch.ones(4, dtype=torch.bool), **given)
+    assert corrected.mask.tolist() == [True, False, False, True]
+    assert corrected.weights[0] == limit.double().exp().float()
+    with pytest.raises(ValueError, match=r"2 of 4 loss tokens with log-probs above 0 .* and NaN or infinite log-probs"):
+        corrected.metrics.check()
 
 
 def test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case
+from correction_book import below_zero, case
 from extras import correct, on_gaps
 
 from megatron_rc.correction.correct import Corrected
@@ -25,7 +25,8 @@ def gaussian(length: int, k3: float, tokens: int = 160_000, seed: int = 0) -> to
 
 def gated(log_ratios: torch.Tensor, **options: Any) -> Corrected:
     mask = torch.ones_like(log_ratios, dtype=torch.bool)
-    return correct(log_ratios, torch.zeros_like(log_ratios), mask, correction=GATE, backend="torch", **options)
+    pair = below_zero(log_ratios, torch.zeros_like(log_ratios))
+    return correct(*pair, mask, correction=GATE, backend="torch", **options)
 
 
 @pytest.mark.parametrize("k3", [1e-5, 1e-4, 1e-3, 1e-2])

@@ -10,7 +10,7 @@ from megatron_rc import correct, loss_scale, policy_loss
 
 def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> None:
     n, made = 50, torch.Generator().manual_seed(0)
-    rollout, advantages = -torch.rand(n, generator=made), torch.randn(n, generator=made)
+    rollout, advantages = -4 - torch.rand(n, generator=made), torch.randn(n, generator=made)
     old, current = rollout + 0.8 * torch.randn(2, n, generator=made)
     loss_mask = torch.rand(n, generator=made) < 0.8
     given = {"rollout_logprobs": rollout, "old_logprobs": old, "current_logprobs": current.requires_grad_()}

@@ -19,7 +19,7 @@ LENGTHS = [12, 0, 7, 30, 1, 9]
 def sampled(batch: Case, seed: int = 5) -> Tensor:
     """log pi of the version that sampled; rows without a loss hold rubbish."""
     noise = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed))
-    return torch.where(batch.mask, batch.rollout + 0.3 * noise, torch.nan)
+    return torch.where(batch.mask, (batch.rollout + 0.3 * noise).clamp(max=0), torch.nan)
 
 
 def run(batch: Case, weight: Weight, sampling: Tensor, **options: Any) -> Corrected:
@@ -83,10 +83,10 @@ def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_s
     assert lost[mask].mean() > 0.01
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 0.01])
 def test_a_corrupt_log_prob_of_the_version_that_sampled_is_corruption(broken: float) -> None:
     correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
-    found = on_gaps(correction, 0.1, 0.2, 0.3, sampling_logprobs=torch.tensor([0.0, broken, 0.1]))
+    found = on_gaps(correction, 0.1, 0.2, 0.3, sampling_logprobs=torch.tensor([0.0, broken, -0.1]))
     assert found.mask.tolist() == [True, False, True]
     assert found.bad_sequences.tolist() == [True]
     assert found.metrics.values()["nonfinite_count"] == 1

@@ -90,8 +90,8 @@ class Batch:
         draw = torch.Generator().manual_seed(seed)
         self.packed, shape = layout == "packed", (4, 6) if layout == "padded" else (2, 12)
         self.old, self.reference = (-torch.rand(shape, generator=draw) * 3 for _ in range(2))
-        self.current = self.old + 0.4 * torch.randn(shape, generator=draw)
-        self.rollout = self.old + 0.5 * torch.randn(shape, generator=draw)
+        self.current = (self.old + 0.4 * torch.randn(shape, generator=draw)).clamp(max=0)
+        self.rollout = (self.old + 0.5 * torch.randn(shape, generator=draw)).clamp(max=0)
         self.advantages = torch.randn(4, generator=draw)
         # starts, and the end of the last; sequence lengths are one above their number of log-probs
         self.bins = [([0, 8, 13], [7, 5]), ([0, 6, 13], [6, 7])]

@@ -163,10 +163,11 @@ def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice_and_un
 def test_other_settings_on_a_patched_host_are_refused() -> None:
     with patch("tiny", correction=NONE):
         with pytest.raises(ValueError, match="already patched with other settings"):
-            patch("tiny", correction=RolloutCorrection.preset("token-tis"))
+            patch("tiny", correction="token-tis")
         with pytest.raises(ValueError, match="already patched with other settings"):
             patch("tiny", correction=NONE, lr_rule=LengthDecaySettings())
-    patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
+    with patch("tiny", correction="token-tis"):
+        patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
 
 
 def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +283,8 @@ def test_nothing_to_do_and_an_unknown_host_are_refused() -> None:
         patch("tiny")
     with pytest.raises(ValueError, match="host must be 'auto' or one of 'tiny', got 'huge'"):
         patch("huge", correction=NONE)
+    with pytest.raises(ValueError, match="correction must be a RolloutCorrection or the name of a preset, .* got list"):
+        patch("tiny", correction=["token-tis"])  # type: ignore[arg-type]
 
 
 def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(monkeypatch: Any) -> None:

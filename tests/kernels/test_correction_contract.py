@@ -21,6 +21,7 @@ from test_contract import (  # noqa: F401
 )
 from test_correction import (  # noqa: F401
     check,
+    test_a_log_prob_that_rounding_lifts_above_0_is_whole_and_what_is_above_is_named_beside_nan,
     test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped,
     test_a_ratio_exactly_on_a_bound_is_kept,
     test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt,

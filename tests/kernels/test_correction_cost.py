@@ -30,7 +30,7 @@ COUNTED: dict[str, tuple[RolloutCorrection, dict[str, Any], int]] = {
     "standardized needs the mean k3 of the batch": (PRESETS["standardized"].correction, {}, 5),
     "a given mean k3": (PRESETS["standardized"].correction, {"mean_k3": torch.tensor(0.1, dtype=torch.float64)}, 3),
     "a measured bound": (MEASURED, {"measured_upper": 2.0}, 3),
-    "log-probs by the version that sampled": (PRESETS["token-tis"].correction, {"sampling_logprobs": True}, 4),
+    "log-probs by the version that sampled": (PRESETS["token-tis"].correction, {"sampling_logprobs": True}, 6),
     "turns, and normalised": (SEGMENTS, {}, 5),
     "every level": (EVERY_LEVEL, {}, 5),
 }

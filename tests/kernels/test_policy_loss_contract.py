@@ -23,7 +23,7 @@ pytestmark = [
 def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
     batch = tokens(40, 1)
     if padded:
-        batch = {name: value.view(4, 10) for name, value in batch.items()} | {"advantages": torch.ones(4)}
+        batch = {name: value.view(4, 10) for name, value in batch.items()} | {"advantages": torch.ones(4, 1)}
     current, entropy = batch["current"].requires_grad_(), batch["entropy"].requires_grad_()
     scale, corrected = batch["scale"], corrected_of(batch)
     options: dict[str, Any] = dict(reference_logprobs=batch["reference"], kl_coef=0.2, entropy=entropy)

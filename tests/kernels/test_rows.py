@@ -17,6 +17,7 @@ from test_logprobs import (  # noqa: F401
     test_inplace_backward_raises_in_another_operation_that_saved_the_logits,
     test_inplace_backward_twice_raises,
     test_logits_far_from_zero_keep_their_log_probs,
+    test_logits_without_a_row_give_an_empty_answer_with_a_gradient,
     test_minus_infinity_inside_a_row_leaves_the_entropy_finite_forward_and_backward,
     test_nan_and_infinity_show_in_every_result_of_their_row_and_in_no_other,
     test_no_log_prob_of_a_likely_id_is_above_zero,

@@ -41,7 +41,8 @@ def everything(rows: tuple[int, ...]) -> dict[str, Any]:
 def test_forward_is_one_launch_and_backward_another(
     rows: tuple[int, ...], options: Callable[[tuple[int, ...]], dict[str, Any]], inplace: bool
 ) -> None:
-    logits = torch.randn(*rows[::-1], 70).transpose(0, -2).bfloat16().requires_grad_()
+    leaf = torch.randn(*rows[::-1], 70).transpose(0, -2).bfloat16().requires_grad_()
+    logits = leaf.view_as(leaf)
     targets = torch.zeros(rows[::-1], dtype=torch.int64).mT if len(rows) == 2 else torch.zeros(rows, dtype=torch.int64)
     given, results, ups = options(rows), list[Tensor](), list[Tensor]()
 
@@ -79,7 +80,8 @@ class NewMemory(TorchDispatchMode):
 
 def test_log_probs_entropy_and_gradient_take_32_bytes_a_token_beyond_the_logits() -> None:
     rows = 16
-    logits = torch.randn(rows, 70).bfloat16().requires_grad_()
+    leaf = torch.randn(rows, 70).bfloat16().requires_grad_()
+    logits = leaf.view_as(leaf)
     targets = torch.zeros(rows, dtype=torch.int64)
     with NewMemory() as memory:
         lp, entropy = vocab_parallel_logprobs(
@@ -105,7 +107,6 @@ def test_rows_lie_on_the_first_axis_of_the_grid(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(row_gradient, "row_gradient_bwd_kernel", Kernel())
     logits = torch.zeros(70_000, 2, requires_grad=True)
     lp = vocab_parallel_logprobs(logits, torch.zeros(70_000, dtype=torch.int64), backend="triton")
-    assert isinstance(lp, Tensor)
     lp.sum().backward()
     # the second and the third axis end at 65,535
     assert grids == [(70_000,)] * 2
@@ -115,7 +116,6 @@ def test_a_launch_table_entry_is_read_when_a_kernel_is_launched() -> None:
     logits = torch.randn(1, 300, requires_grad=True)
     with small_blocks(64), recorded_launches() as launches:
         lp = vocab_parallel_logprobs(logits, torch.zeros(1, dtype=torch.int64), backend="triton")
-        assert isinstance(lp, Tensor)
         lp.sum().backward()
     forward, backward = (launch.arguments for launch in launches)
     assert forward["LANES"] * forward["VECTOR"] == backward["BLOCK"] == 64

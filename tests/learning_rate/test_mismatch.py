@@ -148,7 +148,7 @@ def test_a_patch_without_a_correction_measures_nothing_for_a_rule_on() -> None:
 def test_the_effective_sample_size_is_that_of_the_weight_s_own_unit_after_the_mode(level: Any) -> None:
     generator = torch.Generator().manual_seed(4)
     lengths = [3, 8, 1, 20]
-    train = -torch.rand(sum(lengths), generator=generator)
+    train = -torch.rand(sum(lengths), generator=generator) - 3
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     correction = RolloutCorrection(Weight(level, "truncate", upper=1.3))
     sampler = train - 0.5 * torch.randn(len(train), generator=generator)

@@ -14,6 +14,7 @@ from megatron_rc.logprobs.reference import rows as module
 from speed.operations import OperationCount
 
 ZEROS = torch.zeros(5, dtype=torch.int64)
+LEAF = torch.zeros(4, 9, requires_grad=True)
 
 
 def kept(ids: list[int], offsets: list[int]) -> Support:
@@ -144,6 +145,9 @@ def test_bf16_logits_are_never_copied_to_fp32_as_a_whole() -> None:
         ({"support": Support(ZEROS, torch.zeros(5))}, "support.offsets must be int64 or int32, got torch.float32"),
         ({"support": Support(torch.zeros(0), torch.zeros(4))}, "support.offsets must have 5 entries for 4 rows"),
         ({"logits": torch.zeros(1, 9).expand(4, 9), "inplace_backward": True}, "inplace_backward must be False"),
+        ({"logits": LEAF, "inplace_backward": True}, "inplace_backward must be False for a leaf with requires_grad"),
+        ({"logits": [[0.0]]}, "logits must be of type Tensor, got list"),
+        ({"targets": [0] * 4}, "targets must be of type Tensor, got list"),
     ],
 )
 def test_bad_input_is_named(options: dict[str, Any], sentence: str) -> None:

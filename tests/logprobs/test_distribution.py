@@ -56,7 +56,6 @@ def described(rank: int, world: int, kept: bool, backend: str) -> tuple[Distribu
     more = {"with_kept_mass": True, "with_varentropy": True}
     with unchecked():
         logprobs = vocab_parallel_logprobs(shard, targets, **options)
-        assert isinstance(logprobs, Tensor)
         return vocab_parallel_distribution(shard, targets, **options, **more), logprobs
 
 

@@ -283,6 +283,17 @@ def test_a_temperature_divides_differences_of_logits_which_are_exact_for_close_o
     assert of_logprobs <= 4e-7 and of_gradient <= 2e-7
 
 
+@KEPT
+@pytest.mark.parametrize("shape", [(0, 5, 8), (3, 0, 8), (0, 8)])
+def test_logits_without_a_row_give_an_empty_answer_with_a_gradient(shape: tuple[int, ...], kept: bool) -> None:
+    logits, targets = torch.zeros(shape, requires_grad=True), torch.zeros(shape[:-1], dtype=torch.int64)
+    support = Support(targets.flatten(), torch.zeros(1, dtype=torch.int64)) if kept else None
+    lp, entropy = vocab_parallel_logprobs(logits, targets, support=support, with_entropy=True)
+    (lp.sum() + entropy.sum()).backward()
+    assert lp.shape == entropy.shape == shape[:-1]
+    assert logits.grad is not None and logits.grad.shape == shape
+
+
 def test_inplace_backward_twice_raises() -> None:
     logits, targets = random_logits(3, 8)
     lp = logprobs_of(logits.requires_grad_() * 1, targets, inplace_backward=True)

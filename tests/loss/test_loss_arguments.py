@@ -23,11 +23,11 @@ def test_padded_layout_takes_advantages_by_sequence() -> None:
     batch["advantages"] = expand_to_tokens(advantages, batch["cu_seqlens"], 10)
     packed = evaluate(batch, batch["loss_mask"].double())
     rows = {name: padded(value, lengths) for name, value in batch.items() if name != "cu_seqlens"}
-    rows["advantages"] = advantages
-    in_rows = evaluate(rows, rows["loss_mask"].double())
-    torch.testing.assert_close(in_rows[0], packed[0])
-    assert torch.equal(in_rows[1], padded(packed[1], lengths))
-    assert in_rows[2].values() == pytest.approx(packed[2].values(), nan_ok=True)
+    for given in (advantages, advantages[:, None]):
+        in_rows = evaluate(rows | {"advantages": given}, rows["loss_mask"].double())
+        torch.testing.assert_close(in_rows[0], packed[0])
+        assert torch.equal(in_rows[1], padded(packed[1], lengths))
+        assert in_rows[2].values() == pytest.approx(packed[2].values(), nan_ok=True)
 
 
 def test_the_mask_must_be_bool() -> None:
@@ -84,6 +84,10 @@ def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
         ),
         ({"kl_coef": 0.1}, "reference_logprobs must be given"),
         ({"entropy_coef": 0.1}, "entropy must be given"),
+        ({"advantages": [1.0, 1.0]}, "advantages must be of type Tensor, got list"),
+        ({"scale": [1.0, 1.0]}, "scale must be of type Tensor, got list"),
+        ({"correction": "token-tsi"}, "unknown preset 'token-tsi'; did you mean 'token-tis'?"),
+        ({"advantages": torch.ones(2, 1)}, "advantages must have the shape (2,) of current_logprobs, got (2, 1)"),
         ({"advantages": torch.ones(3)}, "advantages must have the shape (2,) of current_logprobs, got (3,)"),
         ({"backend": "triton"}, "current_logprobs must be on a CUDA device for backend 'triton', got cpu"),
     ],
@@ -95,3 +99,9 @@ def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) 
     with pytest.raises(ValueError) as error:
         policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums(), correction), **grouped(**given))
     assert str(error.value).startswith(sentence)
+
+
+def test_a_correction_in_the_place_of_what_correct_returned_is_named() -> None:
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^corrected must be of type Corrected, got RolloutCorrection$"):
+        policy_loss(one, one, one, RolloutCorrection(), scale=one)  # type: ignore[arg-type]

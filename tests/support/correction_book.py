@@ -59,7 +59,7 @@ def case(
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     rollout = -torch.rand(n, generator=generator) * 3
-    train = rollout + torch.randn(n, generator=generator) * gap
+    train, rollout = below_zero(rollout + torch.randn(n, generator=generator) * gap, rollout)
     mask = torch.rand(n, generator=generator) < density
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     advantages = torch.randn(len(lengths), generator=generator)
@@ -83,9 +83,15 @@ def padded_around(batch: Case, head: int, tail: int) -> Case:
 
 def gapped(*log_ratios: float, lengths: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """train, rollout, mask, cu_seqlens; all tokens count."""
-    train = torch.tensor(log_ratios, dtype=torch.float32)
-    cu_seqlens = torch.tensor([0, *(lengths or [len(train)])]).cumsum(0).to(torch.int32)
-    return train, torch.zeros_like(train), torch.ones_like(train, dtype=torch.bool), cu_seqlens
+    given = torch.tensor(log_ratios, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, *(lengths or [len(given)])]).cumsum(0).to(torch.int32)
+    return *below_zero(given, torch.zeros_like(given)), torch.ones_like(given, dtype=torch.bool), cu_seqlens
+
+
+def below_zero(train: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
+    """The same log-ratios, of log-probs that are not above 0."""
+    above = torch.maximum(train, rollout).clamp(min=0).nan_to_num(0, 0)
+    return train - above, rollout - above
 
 
 def weight(level: str, mode: str) -> Weight:
@@ -106,7 +112,7 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
     starts = batch.cu_seqlens.tolist()
     sequences = [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(starts)]
     pi, mu = batch.train.double().tolist(), batch.rollout.double().tolist()
-    corrupt = {t for tokens in sequences for t in tokens if not (pi[t] < INF and -INF < mu[t] < INF)}
+    corrupt = {t for tokens in sequences for t in tokens if not (pi[t] <= 1e-3 and -INF < mu[t] <= 1e-3)}
     bad = [any(t in corrupt for t in tokens) for tokens in sequences]
     logs = {t: (batch.train[t] - batch.rollout[t]).item() for tokens in sequences for t in tokens if t not in corrupt}
     sequence_of = {t: i for i, tokens in enumerate(sequences) for t in tokens}

@@ -149,7 +149,6 @@ class Batch:
         """The library from logits to gradient; options are those of policy_loss, and `advantages`, `scale`, `old`."""
         theta = self.world.theta.clone().requires_grad_()
         current = vocab_parallel_logprobs(theta[self.context], self.target, mask=self.loss_mask)
-        assert isinstance(current, Tensor)
         per_sequence = options.pop("advantages", self.world.reward[self.which])
         corrected = correct(
             current.detach(), self.rollout, self.loss_mask, correction=correction, cu_seqlens=self.cu_seqlens,

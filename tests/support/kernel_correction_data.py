@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from correction_book import below_zero
 from extras import correct
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,7 +84,7 @@ def batch_of(
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
 
     Args:
-        corrupt: share of log-probs that are NaN or infinite.
+        corrupt: share of log-probs that are NaN, infinite or above 0.
         ids: give segment ids, of turns with rows without a loss inside, that ascend over the "batch" or begin anew in
             every "sequence"; None leaves them out.
         per_token: advantages of tokens, not of sequences.
@@ -97,10 +98,10 @@ def batch_of(
         return torch.randn(size, generator=generator)
 
     rollout = -(torch.rand(n, generator=generator) * 3 * 1024).round() / 1024
-    train = rollout + (normal(n) * gap * 1024).round() / 1024
+    train, rollout = below_zero(rollout + (normal(n) * gap * 1024).round() / 1024, rollout)
     for side in (train, rollout):
         odd = torch.rand(n, generator=generator) < corrupt
-        side[odd] = torch.tensor([NAN, INF, -INF])[torch.randint(3, (n,), generator=generator)][odd]
+        side[odd] = torch.tensor([NAN, INF, -INF, 0.5])[torch.randint(4, (n,), generator=generator)][odd]
     mask = torch.rand(n, generator=generator) < density
     statistics = {"surprise": normal(n), "novelty": normal(n).half()}
     statistics["surprise"][torch.rand(n, generator=generator) < corrupt] = NAN
@@ -114,7 +115,7 @@ def batch_of(
         options["lags"] = torch.where(mask, of_tokens, -7)
     shift = (normal(n) * gap * 512).round() / 1024
     if sampling:
-        options["sampling_logprobs"] = torch.where(mask, rollout + shift, rubbish)
+        options["sampling_logprobs"] = torch.where(mask, (rollout + shift).clamp(max=0), rubbish)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if ids is not None:
         turns = torch.rand(n, generator=generator) < 0.2

@@ -102,7 +102,7 @@ def effective_size(evidence: Evidence) -> str:
     marks = [Mark(horizon, "T*")] if math.isfinite(horizon) else []
     hover = [Series("measured", steps, measured), Series("predicted", steps, predicted)]
     drawn = chart(lines, *axes, title="effective sample size", across="tokens", marks=marks, hover=hover)
-    reach = "without end" if math.isinf(horizon) else f"{horizon:,.0f} tokens"
+    reach = "without end" if math.isinf(horizon) else evidence.growth.reach
     return card(
         "How much of a batch is left under sequence weights",
         drawn,

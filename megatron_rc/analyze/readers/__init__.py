@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, prime_rl_traces, slime, verl
@@ -12,6 +13,8 @@ from megatron_rc.analyze.readers.format import Content, Format, content_of
 READERS = (parquet, jsonl, nemo_rl, prime_rl, prime_rl_traces, slime, miles, verl)
 FORMATS: dict[str, Format] = {reader.FORMAT.name: reader.FORMAT for reader in READERS}
 """Formats by name, in the order in which they are preferred where a folder holds several."""
+NAMED = {"parquet": "Parquet with the columns", "jsonl": "JSON lines with the keys"}
+"""Containers whose values have names."""
 MAX_FILES = 200_000
 """Most files that are looked at below a folder."""
 
@@ -39,7 +42,7 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
         if chosen.fits(content) or (content.container == chosen.container and content.problem)
     ]
     if not fitting:
-        raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
+        raise ValueError(f"{path} holds no file of the format {chosen.name!r}{_lacks(contents, [chosen])}")
     companions = [file for file, content in contents.items() if chosen.is_companion(content) and not _known(content)]
     groups = chosen.groups(sorted({*fitting, *companions}, key=_natural))
     return Dump(chosen.title, groups, chosen.read, _ignored(contents, {file for group in groups for file in group}))
@@ -54,7 +57,18 @@ def _best(contents: dict[Path, Content], path: Path) -> Format:
         if content.problem:
             raise ValueError(content.problem)
     formats = ", ".join(f"{name} ({known.title})" for name, known in FORMATS.items())
-    raise ValueError(f"{path} holds no dump; known formats: {formats}")
+    raise ValueError(f"{path} holds no dump{_lacks(contents, FORMATS.values())}; known formats: {formats}")
+
+
+def _lacks(contents: dict[Path, Content], wanted: Iterable[Format]) -> str:
+    """The names in the first file that has any, and those of the first wanted format that it could have."""
+    for content in contents.values():
+        near = [known for known in wanted if known.container == content.container and content.container in NAMED]
+        if near and content.names:
+            # a damaged file may have any number of names
+            names = printable(", ".join(sorted(content.names)))[:300]
+            return f": {NAMED[content.container]} {names}; needed: {', '.join(sorted(near[0].shows[0]))}"
+    return ""
 
 
 def _known(content: Content) -> Format | None:

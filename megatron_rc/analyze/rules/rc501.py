@@ -32,7 +32,7 @@ def check(evidence: Evidence) -> Verdict | None:
     causes = (("routes", rc404), ("lag", rc502))
     unexplained = not any(name in evidence.profiles and rule.check(evidence) is not None for name, rule in causes)
     limit = LARGEST_TYPICAL if known else LARGEST_SIGMA
-    reach = f"; weights of whole sequences are useful up to {horizon:,.0f} tokens" if math.isfinite(horizon) else ""
+    reach = f"; weights of whole sequences are useful up to {evidence.growth.reach}" if math.isfinite(horizon) else ""
     text = f"the gap of k3 {whole.k3:.1e} nats per token is what a noise of {whole.sigma:.3f} on every logit gives"
     level = Level.NUMERICS
     experts = "" if known else ", or a mixture of experts shifts more than was measured: routes_shifted decides"

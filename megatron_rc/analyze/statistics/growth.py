@@ -27,6 +27,12 @@ class Growth:
     horizon: float
     """T* = 1 / (2 K): tokens after which a sequence weight has a variance of e - 1; infinite without mismatch."""
 
+    @property
+    def reach(self) -> str:
+        """The horizon in words."""
+        tokens = "no limit" if math.isinf(self.horizon) else f"{self.horizon:,.0f} tokens"
+        return "1 token" if tokens == "1 tokens" else tokens
+
 
 class GrowthSums:
     """Moments of the running sum at each length, and of the weights of whole sequences."""

@@ -91,7 +91,8 @@ class OutcomeSums:
     def outcome_filter(self, columns: frozenset[str]) -> OutcomeFilter:
         """What the rewards say about a dump whose files all have ``columns``."""
         if missing := [name for name in COLUMNS if name not in columns]:
-            return OutcomeFilter(not_run=f"the columns {', '.join(missing)} are missing")
+            named = f"column {missing[0]} is" if len(missing) == 1 else f"columns {', '.join(missing)} are"
+            return OutcomeFilter(not_run=f"the {named} missing")
         if len(self._rewards) > 2:
             return OutcomeFilter(not_run="the rewards have more than two values")
         pairs = np.array([pair for pair in self._groups.values() if pair[0] > 1], dtype=np.float64).reshape(-1, 2)

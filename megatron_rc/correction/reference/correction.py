@@ -39,7 +39,7 @@ from megatron_rc.correction.sums import Key
 
 def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
     """The correction of `megatron_rc.correct`."""
-    check_offsets_on_cpu(pair)
+    check_offsets_on_cpu(pair.cu_seqlens, pair.loss_mask)
     ratio, sequence_of_token = pair_log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
     batch = _Batch(plan, ratio)
@@ -74,7 +74,7 @@ def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: G
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.correct.pair_metrics`."""
-    check_offsets_on_cpu(pair)
+    check_offsets_on_cpu(pair.cu_seqlens, pair.loss_mask)
     ratio, _ = pair_log_ratio(pair)
     tokens = token_statistics(ratio, log_ratio_bound)
     if not sequences:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import Pair
 from megatron_rc.correction.reference.segments import unit_sums
+from megatron_rc.correction.sums import POSITIVE_FROM
 
 
 class LogRatio(NamedTuple):
@@ -16,6 +17,8 @@ class LogRatio(NamedTuple):
     """[2, N]: l, which is -inf where pi is 0 and mu is not, and log mu; both are 0 where valid is False."""
     valid: Tensor
     """[N] bool: loss tokens whose log-probs are not corrupt."""
+    positive: Tensor
+    """[N] bool: loss tokens with a finite log-prob above 0; they are corrupt."""
     loss_mask: Tensor
     """[N] bool."""
 
@@ -33,16 +36,17 @@ class LogRatio(NamedTuple):
 def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
     """l = train_logprobs - rollout_logprobs, where pi = 0 is legal and corruption is not.
 
-    NaN and +inf on either side, and -inf from the sampler, are corrupt. Everything is [N]; log-probs are of any float
-    dtype, and may be anything, NaN too, where loss_mask is 0.
+    NaN and what is above POSITIVE_FROM on either side, and -inf from the sampler, are corrupt. Everything is [N];
+    log-probs are of any float dtype, and may be anything, NaN too, where loss_mask is 0.
     """
     dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
-    rollout = rollout_logprobs.to(dtype)
-    value = train_logprobs.to(dtype) - rollout
-    # the maximum is NaN or inf for NaN, for +inf on either side, and for -inf from the sampler
-    valid = loss_mask & (torch.maximum(value, rollout) < torch.inf)
-    pair = torch.stack([value, rollout])
-    return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, loss_mask)
+    train, rollout = train_logprobs.to(dtype), rollout_logprobs.to(dtype)
+    # NaN for NaN on either side, and so neither below nor above the limit
+    larger = torch.maximum(train, rollout)
+    valid = loss_mask & (larger <= POSITIVE_FROM) & (rollout > -torch.inf)
+    positive = loss_mask & (larger > POSITIVE_FROM) & (larger < torch.inf)
+    pair = torch.stack([train - rollout, rollout])
+    return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, positive, loss_mask)
 
 
 def pair_log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:

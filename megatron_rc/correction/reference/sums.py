@@ -56,10 +56,13 @@ class Parts(NamedTuple):
 
 
 def token_statistics(ratio: LogRatio, bound: float) -> Parts:
-    """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, |l|, squares and products; extremes of rho."""
+    """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, |l|, squares and products; extremes of rho.
+
+    The sum "positive" counts what is not valid because a log-prob is above 0.
+    """
     far = ratio.value.abs()
     sums: dict[Key, Tensor] = {"beyond_2": (far > math.log(2)).count_nonzero()}
-    sums["clamped"] = (far > bound).count_nonzero()
+    sums |= {"clamped": (far > bound).count_nonzero(), "positive": ratio.positive.count_nonzero()}
     # one large table, changed in place: on a CPU most of the time goes into memory traffic
     table = ratio.pair[:, None].expand(-1, 2, -1).to(torch.float64).flatten(0, 1)
     table[3].add_(table[0])

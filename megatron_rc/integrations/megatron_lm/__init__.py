@@ -75,7 +75,7 @@ DIFFERENCES = (
     "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
     "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
     "--rl-use-sequence-packing the host reads its log-prob as 0",
-    "a sequence or token with a NaN or infinite log-prob is dropped, and the run stops when there are more than 1 %",
+    "a sequence or token with a NaN, infinite or positive log-prob is dropped; more than 1 % of them stop the run",
     "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
     "without --rl-importance-sampling-truncation-coef, which the patch refuses",
 )

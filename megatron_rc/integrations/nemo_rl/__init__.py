@@ -68,7 +68,7 @@ HOST = Host(
     tested="commit 7ea279abfbeb (0.6.0)",
     differences=(
         "rejected tokens leave only the policy-gradient term: KL and NLL terms and denominators count them",
-        "a NaN or infinite log-prob drops its token or sequence, is counted, and stops the run above 1 % of the tokens",
+        "a NaN, infinite or positive log-prob drops its token or sequence, and stops the run above 1 % of the tokens",
         "where the host demands use_importance_sampling_correction (asynchronous GRPO, FP8 rollouts), its own weight "
         "is taken off the loss",
     ),

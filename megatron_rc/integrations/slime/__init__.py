@@ -28,8 +28,8 @@ from megatron_rc.versions import version_of_tree
 __all__ = ["HOST", *sorted(HOOKS)]
 
 _DIFFERENCES = (
-    "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
-    "loss becomes NaN (slime), or counts it with ratio 1 (miles)",
+    "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its sequence; "
+    "with the first two the host's loss becomes NaN (slime), or counts it with ratio 1 (miles)",
     "log-ratios are clamped to +-log_ratio_bound (20) before exp",
     "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss tokens",
     "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "

@@ -37,7 +37,7 @@ class SlimeSettings(CurrentNames):
     aggregation: Aggregation | None = None
     """How pg_loss_reducer combines the tokens' losses; only that hook needs it."""
     max_nonfinite_share: float = 0.01
-    """Largest share of NaN or infinite log-probs in a rollout before rollout_data stops the run."""
+    """Largest share of NaN, infinite or positive log-probs in a rollout before rollout_data stops the run."""
     inplace_backward: bool = False
     """Let `loss` write the gradient of the logits into the logits."""
     lr_rule: AnyRuleSettings | None = None

@@ -103,7 +103,7 @@ HOST = Host(
     tested="0.9.1 and commit 1dda039b9c63",
     differences=(
         "rejected tokens leave only the policy-gradient term: entropy, KL, critic and denominators count all tokens",
-        "a NaN or infinite log-prob drops its token or sequence, is counted, and stops the run above 1 % of the tokens",
+        "a NaN, infinite or positive log-prob drops its token or sequence, and stops the run above 1 % of the tokens",
         "metrics count neither padding rows nor corrupt tokens, and bounds are bounds on pi / mu for k1, too",
     ),
     pythons=PYTHON_OF_VERL,

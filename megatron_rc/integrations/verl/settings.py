@@ -40,7 +40,7 @@ class VerlSettings(CurrentNames):
     surrogate: Surrogate = "ppo"
     """For correction.old "rollout": ppo is the loss `inner` on pi / mu; reinforce is -w A log pi."""
     max_nonfinite_share: float = 0.01
-    """Largest share of NaN or infinite log-probs in a rollout before the run stops."""
+    """Largest share of NaN, infinite or positive log-probs in a rollout before the run stops."""
     vocab_parallel_logprobs: bool = False
     """Whether Megatron workers take log-probs and entropy from this package: one tensor-parallel collective, and no
     copy of the logits. Off by default, because the last bits differ from verl's own."""

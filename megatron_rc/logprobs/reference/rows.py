@@ -325,7 +325,9 @@ def _row_chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their [n, V_local] logits), without a copy whatever the strides are."""
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     first = 0
-    for page in logits.unbind(0) if logits.dim() == 3 else (logits,):
+    pages = logits.unbind(0) if logits.dim() == 3 else (logits,)
+    # one chunk of no rows where there is no page
+    for page in pages or (logits.flatten(0, 1),):
         for chunk in page.split(rows):
             yield slice(first, first + chunk.shape[0]), chunk
             first += chunk.shape[0]

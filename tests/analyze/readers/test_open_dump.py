@@ -98,6 +98,18 @@ def test_the_samples_that_slime_dumps_before_training_are_not_taken_for_train_da
         open_dump(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["old_logprobs", "logprobs"])
+def test_a_dump_with_other_names_says_which_are_there_and_which_are_needed(name: str, tmp_path: Path):
+    needed = "needed: old_logprobs, rollout_logprobs"
+    (tmp_path / "own.jsonl").write_text(json.dumps({"reward": 1.0, name: [-1.0]}) + "\n")
+    write_parquet(tmp_path / "own.parquet", [{name: row["old_logprobs"]} for row in RECORDS])
+    for file, kind in (("own.jsonl", f"JSON lines with the keys {name}, reward"), ("own.parquet", f"columns {name}")):
+        with pytest.raises(ValueError, match=f"holds no dump: .*{kind}; {needed}; known formats: parquet"):
+            open_dump(tmp_path / file)
+    with pytest.raises(ValueError, match=f"no file of the format 'jsonl': JSON .*{name}, reward; {needed}$"):
+        open_dump(tmp_path / "own.jsonl", "jsonl")
+
+
 def line(**values: Any) -> bytes:
     return (json.dumps({**RECORDS[0], **values}) + "\n").encode()
 

@@ -73,13 +73,13 @@ def rollout(seed: int = 0, rows: int = 6, columns: int = 14) -> tuple[dict[str, 
     spread = torch.linspace(0.05, 0.6, rows)[:, None]
     data = {
         "prev_logprobs": prev,
-        "generation_logprobs": torch.where(mask > 0, prev - spread * normal(), 0),
+        "generation_logprobs": torch.where(mask > 0, (prev - spread * normal()).clamp(max=0), 0),
         "reference_policy_logprobs": prev + 0.1 * normal(),
         "advantages": normal()[:, :1].expand(rows, columns).contiguous(),
         "token_mask": mask,
         "sample_mask": sample_mask,
     }
-    return data, (prev + 0.2 * normal())[:, 1:]
+    return data, (prev + 0.2 * normal())[:, 1:].clamp(max=0)
 
 
 def plain_loss(name: str, data: dict[str, Tensor], current: Tensor) -> tuple[float, Tensor]:

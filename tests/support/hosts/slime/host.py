@@ -135,7 +135,7 @@ def rollout(seed: int, shapes: Sequence[tuple[int, int]] = SHAPES, spread: float
         logits.append(normal(prompt + response, VOCAB))
         policy = logits[-1].log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None]).squeeze(1)
         for name in ("log_probs", "rollout_log_probs", "ref_log_probs"):
-            values[name].append(policy + spread * normal(response))
+            values[name].append((policy + spread * normal(response)).clamp(max=0))
         values["advantages"].append(normal(1).expand(response).contiguous())
     return Rollout(tokens, [prompt for prompt, _ in shapes], masks, logits, values)
 
