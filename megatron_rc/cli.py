@@ -5,6 +5,7 @@ A verb imports its work when it runs, so that --help takes as long as typer does
 
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 EXIT_USER_ERROR = 2  # as typer and argparse end for a wrong option
+EXIT_INTERRUPTED = 130  # as a shell says that Ctrl-C ended a command
 EXIT_TOO_SLOW = 3  # tells a script that budget or patience ended: the same command goes on
 
 
@@ -49,17 +51,33 @@ def train(
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as train.steps=20.")
     ] = [],  # noqa: B006 - typer reads the default
-    fresh: Annotated[bool, typer.Option(help="Start over, deleting the earlier run in the output folder.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Start anew; the earlier run moves to OUTPUT/earlier-1.")] = False,
     dump: Annotated[bool, typer.Option(help="Write every training batch to OUTPUT/dump as Parquet.")] = False,
 ) -> None:
     """Train a policy with rollout correction; resumes from the newest checkpoint of the output folder.
+
+    Other settings than those that the folder was made with are refused, but for those of docs/training.md.
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
     from megatron_rc.jobs import run
     from megatron_rc.settings import job
 
-    run.train(job.load(config, assignments), fresh=fresh, dump=dump)
+    try:
+        run.train(job.load(config, assignments), fresh=fresh, dump=dump)
+    except run.Interrupted as interrupted:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-rc: stopped; {_same_command()} {interrupted}", file=sys.stderr, flush=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _same_command() -> str:
+    """What continues this command: of several processes torchrun knows it, and --fresh would begin anew."""
+    if "RANK" in os.environ:
+        return "the same command without --fresh" if "--fresh" in sys.argv else "the same command"
+    words = [word for word in sys.argv[1:] if word != "--fresh"]
+    typed = ["python", "-m", "megatron_rc"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
+    return f"`{shlex.join([*typed, *words])}`"
 
 
 _RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())

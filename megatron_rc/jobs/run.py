@@ -7,12 +7,12 @@ imported after the emulation of CUDA is on.
 
 from __future__ import annotations
 
-import shutil
+import signal
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc import versions
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rc.engine import RolloutEngine
+    from megatron_rc.jobs.folder import Start
     from megatron_rc.settings.job import JobSettings
     from megatron_rc.tasks import Task
     from megatron_rc.training.groups import Groups
@@ -34,20 +35,43 @@ def quiet_imports() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
-FILES = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "dashboards.json")
-FOLDERS = ("checkpoints", "kl_policy", "hf", "dump", "rejected", "sync", "tensorboard", "wandb")
-"""What a job writes into its folder."""
+class Interrupted(Exception):
+    """Ctrl-C has ended the job; the sentence says where it goes on."""
 
 
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
-    """Build everything and run the job on this process."""
-    with opened(settings, fresh=fresh, dump=dump) as job:
-        job.run(resume=not fresh)
+    """Build everything and run the job on this process; raises Interrupted after Ctrl-C, with a report written."""
+    with _begun(settings, fresh=fresh, dump=dump) as begun:
+        for sentence in begun.start.says if begun.groups.is_writer else ():
+            print(sentence, flush=True)
+        if begun.start.finished:
+            return
+        try:
+            with _built(settings, begun, dump=dump) as job:
+                job.run(begun.start.checkpoint)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
+            from megatron_rc.jobs.folder import interrupted
+
+            raise Interrupted(interrupted(Path(settings.output)) if begun.groups.is_writer else "") from None
 
 
 @contextmanager
 def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     """Open everything that the job needs on this process; it is closed at the end of the block."""
+    with _begun(settings, fresh=fresh, dump=dump) as begun, _built(settings, begun, dump=dump) as job:
+        yield job
+
+
+class _Begun(NamedTuple):
+    groups: Groups
+    task: Task
+    start: Start
+
+
+@contextmanager
+def _begun(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[_Begun]:
+    """The processes of the job, its task, and where it goes on; its folder is locked within the block."""
     versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
@@ -55,23 +79,39 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
 
     set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
+    from megatron_rc.jobs import folder
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
-    from megatron_rc.rollout.perturb import perturbed
-    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.settings import combinations
     from megatron_rc.training import groups as parallel
+
+    task = _task(settings, hf_config_dict(settings.model))
+    with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
+        combinations.check(settings, every_step=dump, ranks=groups.data_size)
+        groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
+
+        def begin() -> Start | None:
+            if not groups.is_writer:
+                return None
+            leaving.enter_context(folder.worked_in(Path(settings.output)))
+            return folder.begin(settings, fresh=fresh)
+
+        start = groups.gather(begin)[0]
+        assert start
+        yield _Begun(groups, task, start)
+
+
+@contextmanager
+def _built(settings: JobSettings, begun: _Begun, *, dump: bool) -> Iterator[Job]:
+    """The job on this process; everything that it holds is closed at the end of the block."""
+    from megatron_rc.rollout.perturb import perturbed
+    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.training.loop import Job
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
 
-    task = _task(settings, hf_config_dict(settings.model))
-    folder, rollout = Path(settings.output), settings.rollout
-    with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
-        combinations.check(settings, every_step=dump, ranks=groups.data_size)
-        groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
-        if fresh and groups.is_writer:
-            _delete_outputs(folder)
+    groups, rollout = begun.groups, settings.rollout
+    with ExitStack() as leaving:
         policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))
         probe = _probe(settings, policy)
 
@@ -88,18 +128,10 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
             serve(policy.export(), version)
 
         observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
-        job = Job(settings, groups, policy, engine, task, observers, export=export)
+        job = Job(settings, groups, policy, engine, begun.task, observers, export=export)
         if settings.train.eval_weights == "trained":
             job.serve_trained = serve_trained
         yield job
-
-
-def _delete_outputs(folder: Path) -> None:
-    """Delete the files that a job writes, and nothing else in its folder."""
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    for path in filter(Path.is_dir, (folder / name for name in FOLDERS)):
-        shutil.rmtree(path)
 
 
 def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,10 @@ def save(
     *,
     extra: dict[str, torch.Tensor],
     keep: int,
+    keep_steps: Collection[int] = (),
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
+    """Write ``folder/<phase>-<step>``; delete others but the newest ``keep`` and ``keep_steps``; a collective.
 
     Args:
         extra: tensors to store with the model, such as queued rollout weights; the same on every rank.
@@ -73,14 +74,15 @@ def save(
         state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
         (partial / STATE).write_text(json.dumps(state))
         replace_folder(partial, target)
-        for old in _complete(folder)[:-keep]:
+        always = {Progress("rl", step).name for step in keep_steps}
+        for old in [path for path in complete(folder) if path.name not in always][:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    return next(reversed(_complete(folder)), None)
+    return next(reversed(complete(folder)), None)
 
 
 def read_progress(path: Path) -> Progress:
@@ -103,11 +105,7 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
         raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(reason)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
-    if policy.phase_updates:
-        policy.optimizer.load_state_dict(state["optimizer"])
-    else:
-        policy.optimizer.reload_model_params()
-    policy.scheduler.load_state_dict(state["scheduler"])
+    policy.load_phase(state.get("optimizer"), state["scheduler"])
     torch.set_rng_state(state["rng"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
     extra = path / "extra.safetensors"
@@ -128,7 +126,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _complete(folder: Path) -> list[Path]:
+def complete(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first; warm-up comes before reinforcement learning."""
     folders = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
     return sorted(folders, key=lambda path: (path.name.split("-")[0] == "rl", path.name))

@@ -62,15 +62,14 @@ class Job:
         self.saved = ""
         self.output = Path(settings.output)
 
-    def run(self, *, resume: bool) -> None:
+    def run(self, start: Path | None) -> None:
         """Do what is left of the job; the last finished step is saved before an error that the user can fix is raised.
 
         Args:
-            resume: continue from the newest complete checkpoint of the output folder, if there is one.
+            start: the checkpoint to continue from; None begins anew.
         """
-        newest = checkpoint.newest(self.output / "checkpoints") if resume else None
-        if newest:
-            self.restore(newest)
+        if start:
+            self.restore(start)
         elif self.settings.warmup.steps:
             self._start_phase()
         else:
@@ -275,16 +274,24 @@ class Job:
         return accuracy
 
     def _save_when_due(self) -> None:
-        interval = self.settings.train.save_interval
-        if interval and self.progress.step % interval == 0:
+        train, step = self.settings.train, self.progress.step
+        kept = self.progress.phase == "rl" and step in train.keep_steps
+        if kept or (train.save_interval and step % train.save_interval == 0):
             self._save()
 
     def _save(self) -> None:
         train = self.settings.train
         self.observers.finish_dump()
         if train.save_interval and self.saved != self.progress.name:
-            folder, extra, keep = self.output / "checkpoints", self.engine.state_tensors(), train.keep_checkpoints
-            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=keep, write_more=self._save_more)
+            checkpoint.save(
+                self.output / "checkpoints",
+                self.policy,
+                self.progress,
+                extra=self.engine.state_tensors(),
+                keep=train.keep_checkpoints,
+                keep_steps=train.keep_steps,
+                write_more=self._save_more,
+            )
             self.saved = self.progress.name
 
     def _save_more(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_rc import schema
 from megatron_rc.dump.writer import DiscardedWriter
 from megatron_rc.report import sinks
-from megatron_rc.report.context import save_context, without_credentials
+from megatron_rc.report.context import save_fingerprint, without_credentials
 from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.display import Display
 from megatron_rc.report.log import MetricsLog
@@ -44,7 +44,7 @@ class Observers:
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
             shown, wanted = schema.to_dict(settings), sinks.requested(vars(settings.log))
-            save_context(folder, shown, facts)
+            save_fingerprint(folder, facts)
             config = without_credentials({"settings": shown, "machine": facts})
             self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)
 
