@@ -146,13 +146,16 @@ def grid(
     workers: Annotated[
         int, typer.Option(min=1, help="Cells at a time; with 2 or more, a process each, and a line per evaluation.")
     ] = 1,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run cells with results of other settings anew; these move to earlier-1.")
+    ] = False,
     give_up_minutes: Annotated[
         float | None, typer.Option(help="With workers: end with status 3 if the first steps predict more minutes.")
     ] = None,
 ) -> None:
     """Train one job for every choice on every axis of a grid, and write their table and picture.
 
-    Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
+    Resumes: finished cells of these settings stay. The same command in a second terminal takes a share of the cells.
     """
     from megatron_rc.jobs.run import quiet_imports
 
@@ -169,8 +172,9 @@ def grid(
         try:
             budget = Budget(budget_minutes)
             grids.run_and_write_all(
-                chosen, choices, budget=budget, only_write=table, workers=workers, give_up_minutes=give_up_minutes
-            )
+                chosen, choices, budget=budget, only_write=table, workers=workers, give_up_minutes=give_up_minutes,
+                fresh=fresh,
+            )  # fmt: skip
         except TooSlow as slow:
             print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)
             raise typer.Exit(EXIT_TOO_SLOW) from None

@@ -16,8 +16,7 @@ from megatron_rc.report.run_page import write_report
 from megatron_rc.settings import job as job_settings
 from megatron_rc.settings.changes import BELONG_TO_CHECKPOINT, MAY_CHANGE, Change, changes, shown
 from megatron_rc.settings.job import JobSettings
-from megatron_rc.training import checkpoint
-from megatron_rc.training.checkpoint import Progress
+from megatron_rc.training.progress import Progress, complete, newest, read_progress
 
 FILES = (
     context.SETTINGS_FILE, context.CHANGES_FILE, context.FINGERPRINT_FILE, FILE_NAME, "report.html", "dashboards.json"
@@ -55,20 +54,20 @@ def begin(settings: JobSettings, *, fresh: bool) -> Start:
         _branch_off(settings)
     if refused := other_settings(settings):
         raise ValueError(f"{folder} was made with other settings: {'; '.join(refused)}; {_ways_out(folder)}")
-    newest, done = checkpoint.newest(folder / "checkpoints"), finished_steps(folder)
+    last, done = _last(folder), finished_steps(folder)
     made = None if done is None else _made(folder)
-    changed = changes(made, settings) if made and newest else []
-    if newest and not made:
+    changed = changes(made, settings) if made and last else []
+    if last and not made:
         says.append(f"{folder} has no {context.SETTINGS_FILE}: whether it was made with other settings is unknown")
-    if newest and changed:
-        progress = checkpoint.read_progress(newest)
+    if last and changed:
+        progress = read_progress(last)
         _note(folder, context.load_changes(folder), changed, progress)
         says.append(f"changed after step {progress.step}: {'; '.join(map(str, changed))}")
     elif done is not None and done >= settings.train.steps and made and _complete(folder, settings):
         over = f"{folder} is already finished, {done} steps"
-        return Start(newest, (*says, f"{over}; --fresh or --set output=... starts anew"), finished=True)
+        return Start(last, (*says, f"{over}; --fresh or --set output=... starts anew"), finished=True)
     context.save_settings(folder, schema.to_dict(settings))
-    return Start(newest, tuple(says))
+    return Start(last, tuple(says))
 
 
 @contextmanager
@@ -84,8 +83,8 @@ def interrupted(folder: Path) -> str:
     """Write the report of a run that Ctrl-C has stopped; returns where it goes on."""
     if (folder / FILE_NAME).is_file() and read_metrics(folder):
         write_report(folder)
-    newest = checkpoint.newest(folder / "checkpoints")
-    return f"goes on from {newest}" if newest else "starts at the beginning, because no checkpoint is written yet"
+    last = _last(folder)
+    return f"goes on from {last}" if last else "starts at the beginning, because no checkpoint is written yet"
 
 
 def other_settings(settings: JobSettings) -> list[str]:
@@ -99,15 +98,15 @@ def other_settings(settings: JobSettings) -> list[str]:
     steps = Change("train.steps", made.train.steps, settings.train.steps)
     if steps.new < done:
         refused.append(f"{steps}, and {done} are done")
-    elif steps.new > done >= steps.old and not checkpoint.newest(folder / "checkpoints"):
+    elif steps.new > done >= steps.old and not _last(folder):
         refused.append(f"{steps}, and no checkpoint is left to go on from")
     return refused
 
 
 def finished_steps(folder: Path) -> int | None:
     """Steps of reinforcement learning that a start need not repeat; None where nothing is recorded."""
-    if newest := checkpoint.newest(folder / "checkpoints"):
-        progress = checkpoint.read_progress(newest)
+    if last := _last(folder):
+        progress = read_progress(last)
         return progress.step if progress.phase == "rl" else 0
     records = read_metrics(folder) if (folder / FILE_NAME).is_file() else []
     return max((int(record["step"]) for record in records if record["phase"] == "rl"), default=0) if records else None
@@ -123,6 +122,11 @@ def set_aside(folder: Path) -> Path | None:
     for path in written:
         path.rename(aside / path.name)
     return aside
+
+
+def _last(folder: Path) -> Path | None:
+    """The checkpoint at which a run goes on."""
+    return newest(folder / "checkpoints")
 
 
 def _made(folder: Path) -> JobSettings | None:
@@ -141,7 +145,7 @@ def _branch_off(settings: JobSettings) -> None:
     assert point
     origin, step = Path(point[0]), point[1]
     folder, progress = Path(settings.output), Progress("rl", step)
-    saved = {path.name: path for path in checkpoint.complete(origin / "checkpoints")}
+    saved = {path.name: path for path in complete(origin / "checkpoints")}
     if progress.name not in saved:
         there = ", ".join(str(int(name.partition("-")[2])) for name in saved if name.startswith("rl-"))
         raise ValueError(f"branch: {origin} has no checkpoint of step {step}; its checkpoints: {there or 'none'}")
@@ -178,8 +182,8 @@ def _note(folder: Path, before: Sequence[dict[str, object]], changed: Iterable[C
 
 
 def _ways_out(folder: Path) -> str:
-    newest = checkpoint.newest(folder / "checkpoints")
-    reached = checkpoint.read_progress(newest) if newest else Progress()
+    last = _last(folder)
+    reached = read_progress(last) if last else Progress()
     branch = f", and with --set branch={folder}:{reached.step} goes on from here" if reached.phase == "rl" else ""
     return (
         f"--fresh starts anew; --set output=... starts in another folder{branch}; "

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rc.correction.measured_upper import FIRST
 from megatron_rc.files import read_json, replace_folder
-from megatron_rc.learning_rate.rule import EARLIER, earlier_state
 from megatron_rc.training.policy import Policy
-
-STATE = "state.json"
-
-
-@dataclass
-class Progress:
-    """The position of a job. With the weights and the settings it determines everything else."""
-
-    phase: str = "warmup"
-    """warmup or rl."""
-    step: int = 0
-    """Finished steps of the phase."""
-    cursor: int = 0
-    """Prompts of the training stream that reinforcement learning has used."""
-    weight_version: int = 0
-    lr_rule: dict[str, Any] | None = None
-    """Name and state of the learning-rate rule after the finished steps; None when the job has none."""
-    measured_upper: float = FIRST
-    """The bound C with the least error on the last rollout, for a weight with upper "measured"."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.phase}-{self.step:06d}"
+from megatron_rc.training.progress import STATE, Progress, complete
 
 
 def save(
@@ -80,18 +56,6 @@ def save(
     dist.barrier()
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    return next(reversed(complete(folder)), None)
-
-
-def read_progress(path: Path) -> Progress:
-    """The position that a checkpoint holds, also one of version 0.1."""
-    saved = read_json(path / STATE)["progress"]
-    earlier = {name: saved.pop(name, None) for name, _ in EARLIER.values()}
-    return Progress(**{"lr_rule": earlier_state(earlier), **saved})
-
-
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     """Load all states in place and return the ``extra`` tensors of `save`; a collective of all processes.
 
@@ -124,12 +88,6 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     generators = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     state["rng"] = ShardedObject("rng", generators, (policy.groups.world_size,), (policy.groups.rank,))
     return state
-
-
-def complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; warm-up comes before reinforcement learning."""
-    folders = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
-    return sorted(folders, key=lambda path: (path.name.split("-")[0] == "rl", path.name))
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,10 +16,10 @@ from megatron_rc.learning_rate.scale import LRScale, Signals
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
+from megatron_rc.training.progress import Progress, read_progress
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.sampling_weights import SamplingWeights
 from megatron_rc.training.step.reinforce import StepResult, StepSettings, StepState, reinforce_step
@@ -88,7 +88,7 @@ class Job:
 
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint ``path``: weights, optimizer, progress, and the weights that are served."""
-        self.progress = checkpoint.read_progress(path)
+        self.progress = read_progress(path)
         if self.settings.loss.kl_coef and self.progress.phase == "rl":
             self.policy.load_weights(self.output / "kl_policy")
             self.policy.keep_kl_policy()

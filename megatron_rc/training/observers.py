@@ -15,10 +15,10 @@ from megatron_rc.report.display import Display
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.report.run_page import write_report
 from megatron_rc.settings.job import JobSettings
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.kept_steps import StepDump
+from megatron_rc.training.progress import Progress
 from megatron_rc.training.step.reinforce import StepResult
 from megatron_rc.training.step.sampling import SampledBatch
 
