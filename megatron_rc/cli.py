@@ -14,6 +14,7 @@ import typer
 
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
+from megatron_rc.files import is_full
 from megatron_rc.launch import commands
 from megatron_rc.learning_rate.rule import RULES
 
@@ -42,6 +43,13 @@ def main() -> None:
             raise
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron-rc: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except Exception as error:
+        if os.environ.get("MEGATRON_RC_TRACEBACK") or not is_full(error):
+            raise
+        where = f" of {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        said = f"the disk{where} is full: make room, and the same command goes on from the newest checkpoint"
+        print(f"megatron-rc: error: {said}", file=sys.stderr, flush=True)  # by the process that wanted to write
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -1,5 +1,6 @@
 """Files and folders that appear under their name only when whole and on the disk, and JSON read from them."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk, the user's share of it, or a file has no room."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for lack of room, whichever library says so."""
+    return getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
 
 
 @contextmanager

@@ -41,15 +41,22 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    if write_more:
-        write_more(partial)
-    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
+    try:
+        if write_more:
+            write_more(partial)
+        dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
+        if policy.groups.is_writer:
+            if extra:
+                save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
+            state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
+            (partial / STATE).write_text(json.dumps(state))
+            replace_folder(partial, target)
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        if isinstance(error, CheckpointException):
+            raise OSError(f"checkpoint {target} cannot be written: {_reason(error)}") from None
+        raise
     if policy.groups.is_writer:
-        if extra:
-            save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
-        state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
-        (partial / STATE).write_text(json.dumps(state))
-        replace_folder(partial, target)
         always = {Progress("rl", step).name for step in keep_steps}
         for old in [path for path in complete(folder) if path.name not in always][:-keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -65,8 +72,7 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
     except (CheckpointException, CheckpointingException, KeyError, RuntimeError) as error:
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(reason)}") from None
+        raise ValueError(f"checkpoint {path} does not fit this model: {_reason(error)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
     policy.load_phase(state.get("optimizer"), state["scheduler"])
@@ -90,6 +96,8 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line if len(line) <= 300 else f"{line[:297]}..."
