@@ -6,6 +6,7 @@ A verb imports its work when it runs, so that --help takes as long as typer does
 import math
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -69,23 +70,24 @@ def train(
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
     from megatron_rc.jobs import run
+    from megatron_rc.jobs.folder import interrupted
     from megatron_rc.settings import job
 
+    settings = job.load(config, assignments)
     try:
-        run.train(job.load(config, assignments), fresh=fresh, dump=dump)
-    except run.Interrupted as interrupted:
+        run.train(settings, fresh=fresh, dump=dump)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
         if os.environ.get("RANK", "0") == "0":
-            print(f"megatron-rc: stopped; {_same_command()} {interrupted}", file=sys.stderr, flush=True)
+            print(f"megatron-rc: stopped; {_same_command()} {interrupted(Path(settings.output))}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _same_command() -> str:
-    """What continues this command: of several processes torchrun knows it, and --fresh would begin anew."""
-    if "RANK" in os.environ:
-        return "the same command without --fresh" if "--fresh" in sys.argv else "the same command"
-    words = [word for word in sys.argv[1:] if word != "--fresh"]
-    typed = ["python", "-m", "megatron_rc"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
-    return f"`{shlex.join([*typed, *words])}`"
+    """What continues this command; --fresh would begin anew, and torchrun's own words are not known here."""
+    start = sys.argv[0] if Path(sys.argv[0]).name != "__main__.py" else "python -m megatron_rc"
+    start = "torchrun ... -m megatron_rc" if "RANK" in os.environ else start
+    return f"`{start} {shlex.join(word for word in sys.argv[1:] if word != '--fresh')}`"
 
 
 _RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())

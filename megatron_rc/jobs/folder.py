@@ -14,8 +14,9 @@ from megatron_rc.report import context
 from megatron_rc.report.log import FILE_NAME, read_metrics
 from megatron_rc.report.run_page import write_report
 from megatron_rc.settings import job as job_settings
-from megatron_rc.settings.changes import BELONG_TO_CHECKPOINT, MAY_CHANGE, Change, changes, shown
+from megatron_rc.settings.changes import BELONG_TO_CHECKPOINT, MAY_CHANGE, Change, changes
 from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.renamed import load_finished
 from megatron_rc.training.progress import Progress, complete, newest, read_progress
 
 FILES = (
@@ -31,14 +32,12 @@ class Start(NamedTuple):
 
     checkpoint: Path | None = None
     """Where it goes on; None: at the beginning."""
-    says: tuple[str, ...] = ()
-    """Sentences for the user."""
     finished: bool = False
     """Nothing is left to do."""
 
 
 def begin(settings: JobSettings, *, fresh: bool) -> Start:
-    """Prepare the folder of a run for these settings, which its settings.yaml then has.
+    """Prepare the folder of a run for these settings, which its settings.yaml then has, and print what it does.
 
     Args:
         fresh: move what an earlier run has written aside, and start anew.
@@ -47,9 +46,9 @@ def begin(settings: JobSettings, *, fresh: bool) -> Start:
         ValueError: the folder holds results of settings that a run may not change in the middle, or those of `branch`
             cannot act on the checkpoint that it names.
     """
-    folder, says = Path(settings.output), []
+    folder = Path(settings.output)
     if fresh and (aside := set_aside(folder)):
-        says.append(f"starting anew; the earlier run is in {aside}")
+        print(f"starting anew; the earlier run is in {aside}", flush=True)
     if settings.branch and (_made(folder) is None or finished_steps(folder) is None):
         _branch_off(settings)
     if refused := other_settings(settings):
@@ -58,16 +57,16 @@ def begin(settings: JobSettings, *, fresh: bool) -> Start:
     made = None if done is None else _made(folder)
     changed = changes(made, settings) if made and last else []
     if last and not made:
-        says.append(f"{folder} has no {context.SETTINGS_FILE}: whether it was made with other settings is unknown")
+        print(f"{folder} has no {context.SETTINGS_FILE}: whether it was made with other settings is unknown")
     if last and changed:
         progress = read_progress(last)
         _note(folder, context.load_changes(folder), changed, progress)
-        says.append(f"changed after step {progress.step}: {'; '.join(map(str, changed))}")
+        print(f"changed after step {progress.step}: {'; '.join(map(str, changed))}", flush=True)
     elif done is not None and done >= settings.train.steps and made and _complete(folder, settings):
-        over = f"{folder} is already finished, {done} steps"
-        return Start(last, (*says, f"{over}; --fresh or --set output=... starts anew"), finished=True)
+        print(f"{folder} is already finished, {done} steps; --fresh or --set output=... starts anew", flush=True)
+        return Start(last, finished=True)
     context.save_settings(folder, schema.to_dict(settings))
-    return Start(last, tuple(says))
+    return Start(last)
 
 
 @contextmanager
@@ -91,8 +90,7 @@ def other_settings(settings: JobSettings) -> list[str]:
     """Settings with which the results in the folder cannot go on, old and new; empty if they can, or there are none."""
     folder = Path(settings.output)
     done = finished_steps(folder)
-    made = None if done is None else _made(folder)
-    if made is None or done is None:
+    if done is None or (made := _made(folder)) is None:
         return []
     refused = [str(change) for change in changes(made, settings) if not change.allowed]
     steps = Change("train.steps", made.train.steps, settings.train.steps)
@@ -149,7 +147,11 @@ def _branch_off(settings: JobSettings) -> None:
     if progress.name not in saved:
         there = ", ".join(str(int(name.partition("-")[2])) for name in saved if name.startswith("rl-"))
         raise ValueError(f"branch: {origin} has no checkpoint of step {step}; its checkpoints: {there or 'none'}")
-    changed = changes(job_settings.of_finished(origin), settings)
+    rows, data = context.load_changes(origin), load_finished(origin / context.SETTINGS_FILE)
+    later = [row for row in rows if row["phase"] == "rl" and row["step"] >= step]
+    for row in reversed(later):
+        schema.set_field(data, f"{row['name']}={schema.dump_yaml(row['old'], one_line=True)}", JobSettings)
+    changed = changes(schema.from_dict(JobSettings, data), settings)
     for change in changed:
         if section := change.among(BELONG_TO_CHECKPOINT):
             raise ValueError(f"{change} cannot act in a branch: {BELONG_TO_CHECKPOINT[section]}")
@@ -162,9 +164,9 @@ def _branch_off(settings: JobSettings) -> None:
         if (origin / name).is_dir():
             shutil.copytree(origin / name, folder / name, copy_function=_link)
     shutil.copy(origin / FILE_NAME, folder)
-    before = [row for row in context.load_changes(origin) if row["phase"] == "warmup" or row["step"] <= step]
-    _note(folder, before, changed, progress)
+    _note(folder, [row for row in rows if row not in later], changed, progress)
     context.save_settings(folder, schema.to_dict(settings))  # the last file: without it the folder is made again
+    print(f"branches off {origin} after step {step}: {'; '.join(map(str, changed))}", flush=True)
 
 
 def _link(source: str, target: str) -> None:
@@ -177,8 +179,7 @@ def _link(source: str, target: str) -> None:
 
 def _note(folder: Path, before: Sequence[dict[str, object]], changed: Iterable[Change], progress: Progress) -> None:
     at = {"phase": progress.phase, "step": progress.step}
-    rows = [{**at, "name": c.name, "old": shown(c.old), "new": shown(c.new)} for c in changed]
-    context.save_changes(folder, [*before, *rows])
+    context.save_changes(folder, [*before, *({**at, **change._asdict()} for change in changed)])
 
 
 def _ways_out(folder: Path) -> str:

@@ -209,28 +209,20 @@ def _fields_of(grid: GridSettings, cell: Cell) -> dict[str, Any]:
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
     if not grid.keep_weights:
         changes["train.save_hf"] = False
-    origin = _origin(grid, cell)
-    if origin:
+    if origin := _origin(grid, cell):
         changes["branch"] = f"{origin}:{data['branch'].rpartition(':')[2]}"
     if (warm := _warm_folders(grid)) and (origin or not data.get("branch")):
         changes |= {"model": {"hf_path": str(warm[cell.seed] / "hf")}, "warmup.steps": 0}
-    others = [_fields(grid, chosen).get("branch") or "" for chosen, _ in grid.groups({})] if _branches(grid) else []
-    named = {int(point.rpartition(":")[2]) for point in others if point.rpartition(":")[0] == cell.folder.parent.name}
-    if named:
+    points = [point.rpartition(":") for point in grid.branches.values()]
+    if named := {int(step) for name, _, step in points if name == cell.folder.parent.name}:
         changes["train.keep_steps"] = sorted({*_settings(data).train.keep_steps, *named})
     return _changed(data, changes)
 
 
-def _branches(grid: GridSettings) -> bool:
-    """Whether cells of the grid branch from others."""
-    return any("branch" in changes for choices in grid.axes.values() for changes in choices.values())
-
-
 def _origin(grid: GridSettings, cell: Cell) -> Path | None:
     """The folder of the cell, of the same seed, that this one branches from."""
-    point = _settings(_fields(grid, cell.choices)).branch_point() if _branches(grid) else None
-    names = {"-".join(chosen.values()) for chosen, _ in grid.groups({})} if point else ()
-    return cell.folder.parents[1] / point[0] / cell.folder.name if point and point[0] in names else None
+    name = grid.branches.get(cell.folder.parent.name, "").rpartition(":")[0]
+    return cell.folder.parents[1] / name / cell.folder.name if name in grid.names else None
 
 
 def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = False) -> None:

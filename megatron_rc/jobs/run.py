@@ -7,12 +7,11 @@ imported after the emulation of CUDA is on.
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rc.engine import RolloutEngine
-    from megatron_rc.jobs.folder import Start
     from megatron_rc.settings.job import JobSettings
     from megatron_rc.tasks import Task
     from megatron_rc.training.groups import Groups
@@ -35,43 +33,19 @@ def quiet_imports() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
-class Interrupted(Exception):
-    """Ctrl-C has ended the job; the sentence says where it goes on."""
-
-
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
-    """Build everything and run the job on this process; raises Interrupted after Ctrl-C, with a report written."""
-    with _begun(settings, fresh=fresh, dump=dump) as begun:
-        for sentence in begun.start.says if begun.groups.is_writer else ():
-            print(sentence, flush=True)
-        if begun.start.finished:
-            return
-        try:
-            with _built(settings, begun, dump=dump) as job:
-                job.run(begun.start.checkpoint)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
-            from megatron_rc.jobs.folder import interrupted
-
-            raise Interrupted(interrupted(Path(settings.output)) if begun.groups.is_writer else "") from None
+    """Build everything and run the job on this process."""
+    with opened(settings, fresh=fresh, dump=dump) as job:
+        if job:
+            job.run()
 
 
 @contextmanager
-def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
-    """Open everything that the job needs on this process; it is closed at the end of the block."""
-    with _begun(settings, fresh=fresh, dump=dump) as begun, _built(settings, begun, dump=dump) as job:
-        yield job
+def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job | None]:
+    """Open everything that the job needs on this process; it is closed at the end of the block.
 
-
-class _Begun(NamedTuple):
-    groups: Groups
-    task: Task
-    start: Start
-
-
-@contextmanager
-def _begun(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[_Begun]:
-    """The processes of the job, its task, and where it goes on; its folder is locked within the block."""
+    Yields None where nothing is left to do.
+    """
     versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
@@ -79,39 +53,30 @@ def _begun(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[_Begun
 
     set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
-    from megatron_rc.jobs import folder
+    from megatron_rc.jobs.folder import Start, begin, worked_in
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
-    from megatron_rc.settings import combinations
-    from megatron_rc.training import groups as parallel
-
-    task = _task(settings, hf_config_dict(settings.model))
-    with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
-        combinations.check(settings, every_step=dump, ranks=groups.data_size)
-        groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
-
-        def begin() -> Start | None:
-            if not groups.is_writer:
-                return None
-            leaving.enter_context(folder.worked_in(Path(settings.output)))
-            return folder.begin(settings, fresh=fresh)
-
-        start = groups.gather(begin)[0]
-        assert start
-        yield _Begun(groups, task, start)
-
-
-@contextmanager
-def _built(settings: JobSettings, begun: _Begun, *, dump: bool) -> Iterator[Job]:
-    """The job on this process; everything that it holds is closed at the end of the block."""
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.rollout.stale import StaleEngine
+    from megatron_rc.settings import combinations
+    from megatron_rc.training import groups as parallel
     from megatron_rc.training.loop import Job
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
 
-    groups, rollout = begun.groups, settings.rollout
-    with ExitStack() as leaving:
+    task, rollout = _task(settings, hf_config_dict(settings.model)), settings.rollout
+    with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
+        combinations.check(settings, every_step=dump, ranks=groups.data_size)
+        groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
+
+        def first() -> Start:
+            leaving.enter_context(worked_in(Path(settings.output)))
+            return begin(settings, fresh=fresh)
+
+        start = groups.gather(lambda: first() if groups.is_writer else Start())[0]
+        if start.finished:
+            yield None
+            return
         policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))
         probe = _probe(settings, policy)
 
@@ -128,7 +93,7 @@ def _built(settings: JobSettings, begun: _Begun, *, dump: bool) -> Iterator[Job]
             serve(policy.export(), version)
 
         observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
-        job = Job(settings, groups, policy, engine, begun.task, observers, export=export)
+        job = Job(settings, groups, policy, engine, task, observers, start=start.checkpoint, export=export)
         if settings.train.eval_weights == "trained":
             job.serve_trained = serve_trained
         yield job

@@ -22,7 +22,7 @@ def save_fingerprint(folder: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 def load_changes(folder: Path) -> list[dict[str, Any]]:
-    """The changes of settings in the middle of a run: phase, step after which they act, name, old and new, as texts."""
+    """The changes of settings in the middle of a run: phase, step after which they act, name, old and new."""
     file = folder / CHANGES_FILE
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 

@@ -15,6 +15,7 @@ from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
 from megatron_rc.report.route_maps import heat_maps, measured_routes
+from megatron_rc.settings.changes import shown
 
 
 def write_report(
@@ -87,7 +88,9 @@ def _page(
 def _rows(changes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What a change is -> its old and its new value."""
     where = {"rl": "after step", "warmup": "after warm-up step"}
-    return {f"{where[c['phase']]} {c['step']}: {c['name']}": f"{c['old']} \u2192 {c['new']}" for c in changes}
+    return {
+        f"{where[c['phase']]} {c['step']}: {c['name']}": f"{shown(c['old'])} \u2192 {shown(c['new'])}" for c in changes
+    }
 
 
 def _card(panel: Panel, curves: Sequence[Series], marked: Sequence[Mark]) -> str:

@@ -39,6 +39,8 @@ class Job:
     """Samples the rollouts, and answers the held-out prompts unless it replays a recording."""
     task: Task
     observers: Observers
+    start: Path | None
+    """Checkpoint to continue from; None begins anew."""
     export: Callable[[int], Iterable[tuple[str, Tensor]]]
     """Version -> the weights to serve, under Hugging Face names; a collective of all processes."""
     serve_trained: Callable[[int], None] | None = None
@@ -62,14 +64,10 @@ class Job:
         self.saved = ""
         self.output = Path(settings.output)
 
-    def run(self, start: Path | None) -> None:
-        """Do what is left of the job; the last finished step is saved before an error that the user can fix is raised.
-
-        Args:
-            start: the checkpoint to continue from; None begins anew.
-        """
-        if start:
-            self.restore(start)
+    def run(self) -> None:
+        """Do what is left of the job; before an error that the user can fix, the last finished step is saved."""
+        if self.start:
+            self.restore(self.start)
         elif self.settings.warmup.steps:
             self._start_phase()
         else:

@@ -103,7 +103,7 @@ def test_more_steps_have_the_rates_and_the_samples_of_a_run_that_had_them_all_al
     assert found[:begun] == four[:begun] and [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
     assert [r["lr"] for r in found[begun:]] == [r["lr"] for r in whole[begun:]]
     assert [r["lr"] for r in whole] == pytest.approx([1e-3 * (1 - step / 6) for step in range(6)])
-    changes = [{"phase": "rl", "step": begun, "name": "train.steps", "old": "4", "new": "6"}]
+    changes = [{"phase": "rl", "step": begun, "name": "train.steps", "old": 4, "new": 6}]
     assert rows(folder / state / "more steps")[:1] == changes
     page = (folder / state / "more steps/report.html").read_text()
     assert f"after step {begun}: train.steps" in page and f"after step {begun}: dump.keep" in page
@@ -143,8 +143,8 @@ def test_a_branch_has_the_steps_that_led_to_it_and_then_its_own_settings(folder:
     rates = [1e-4 * (1 - step / 6) for step in (2, 3, 4, 5)] + [1e-4 * (1 - 6 / 7)]
     assert [r["lr"] for r in found[2:]] == pytest.approx(rates) and [r["lag"] for r in found[2:4]] == [0.0, 1.0]
     changes = {(row["step"], row["name"]): (row["old"], row["new"]) for row in rows(folder / "branch")}
-    assert changes[2, "correction.weight.level"] == ("token", "sequence") and changes[6, "train.steps"] == ("6", "7")
-    assert changes[2, "branch"] == ("null", f"{folder / 'finished'}:2")
+    assert changes[2, "correction.weight.level"] == ("token", "sequence") and changes[6, "train.steps"] == (6, 7)
+    assert changes[2, "branch"] == (None, f"{folder / 'finished'}:2")
     assert "after step 2: train.lr" in (folder / "branch/report.html").read_text()
 
 
