@@ -5,6 +5,8 @@ A verb imports its work when it runs, so that --help takes as long as typer does
 
 import math
 import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ import typer
 
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
+from megatron_rc.files import is_full
 from megatron_rc.launch import commands
 from megatron_rc.learning_rate.rule import RULES
 
@@ -27,6 +30,7 @@ app = typer.Typer(
 )
 
 EXIT_USER_ERROR = 2  # as typer and argparse end for a wrong option
+EXIT_INTERRUPTED = 130  # as a shell says that Ctrl-C ended a command
 EXIT_TOO_SLOW = 3  # tells a script that budget or patience ended: the same command goes on
 
 
@@ -41,6 +45,13 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron-rc: error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
+    except Exception as error:
+        if os.environ.get("MEGATRON_RC_TRACEBACK") or not is_full(error):
+            raise
+        where = f" of {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        said = f"the disk{where} is full: make room, and the same command goes on from the newest checkpoint"
+        print(f"megatron-rc: error: {said}", file=sys.stderr, flush=True)  # by the process that wanted to write
+        sys.exit(EXIT_USER_ERROR)
 
 
 @app.command()
@@ -49,17 +60,34 @@ def train(
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as train.steps=20.")
     ] = [],  # noqa: B006 - typer reads the default
-    fresh: Annotated[bool, typer.Option(help="Start over, deleting the earlier run in the output folder.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Start anew; the earlier run moves to OUTPUT/earlier-1.")] = False,
     dump: Annotated[bool, typer.Option(help="Write every training batch to OUTPUT/dump as Parquet.")] = False,
 ) -> None:
     """Train a policy with rollout correction; resumes from the newest checkpoint of the output folder.
 
+    Other settings than those that the folder was made with are refused, but for those of docs/training.md.
+
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
     from megatron_rc.jobs import run
+    from megatron_rc.jobs.folder import interrupted
     from megatron_rc.settings import job
 
-    run.train(job.load(config, assignments), fresh=fresh, dump=dump)
+    settings = job.load(config, assignments)
+    try:
+        run.train(settings, fresh=fresh, dump=dump)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-rc: stopped; {_same_command()} {interrupted(Path(settings.output))}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _same_command() -> str:
+    """What continues this command; --fresh would begin anew, and torchrun's own words are not known here."""
+    start = sys.argv[0] if Path(sys.argv[0]).name != "__main__.py" else "python -m megatron_rc"
+    start = "torchrun ... -m megatron_rc" if "RANK" in os.environ else start
+    return f"`{start} {shlex.join(word for word in sys.argv[1:] if word != '--fresh')}`"
 
 
 _RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())
@@ -128,13 +156,16 @@ def grid(
     workers: Annotated[
         int, typer.Option(min=1, help="Cells at a time; with 2 or more, a process each, and a line per evaluation.")
     ] = 1,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run cells with results of other settings anew; these move to earlier-1.")
+    ] = False,
     give_up_minutes: Annotated[
         float | None, typer.Option(help="With workers: end with status 3 if the first steps predict more minutes.")
     ] = None,
 ) -> None:
     """Train one job for every choice on every axis of a grid, and write their table and picture.
 
-    Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
+    Resumes: finished cells of these settings stay. The same command in a second terminal takes a share of the cells.
     """
     from megatron_rc.jobs.run import quiet_imports
 
@@ -151,8 +182,9 @@ def grid(
         try:
             budget = Budget(budget_minutes)
             grids.run_and_write_all(
-                chosen, choices, budget=budget, only_write=table, workers=workers, give_up_minutes=give_up_minutes
-            )
+                chosen, choices, budget=budget, only_write=table, workers=workers, give_up_minutes=give_up_minutes,
+                fresh=fresh,
+            )  # fmt: skip
         except TooSlow as slow:
             print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)
             raise typer.Exit(EXIT_TOO_SLOW) from None

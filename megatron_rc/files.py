@@ -1,6 +1,7 @@
 """Files and folders that appear under their name only when whole and on the disk, JSON read from them, and CSV."""
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,13 @@ from typing import Any
 
 Kind = typing.TypeVar("Kind")
 """A NamedTuple or a dataclass of numbers, texts and tuples of them."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk, the user's share of it, or a file has no room."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for lack of room, whichever library says so."""
+    return getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
 
 
 @contextmanager

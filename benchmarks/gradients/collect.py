@@ -120,6 +120,7 @@ class Bench:
 def opened(settings: JobSettings, path: Path, scratch: Path) -> Iterator[Bench]:
     """The run with these ``settings`` at the checkpoint ``path``; what a job writes goes to ``scratch``."""
     with run.opened(dataclasses.replace(settings, output=str(scratch)), fresh=True, dump=False) as job:
+        assert job
         bench = Bench(job, path)
         with closing(bench.engine):
             yield bench

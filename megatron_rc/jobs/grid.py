@@ -1,7 +1,6 @@
 """A grid of training jobs, one per combination of choices and per seed; resumable, shared among processes."""
 
 import copy
-import fcntl
 import shlex
 import shutil
 import subprocess
@@ -16,9 +15,11 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.engine import DEFAULT_ENGINE
 from megatron_rc.files import read_csv
+from megatron_rc.jobs import folder as folders
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid_settings import FAILURE, Cell, GridSettings
+from megatron_rc.jobs.lock import locked
 from megatron_rc.jobs.progress import Progress
 from megatron_rc.jobs.workers import Budget, TooSlow, run_in_workers
 from megatron_rc.report.comparison import ComparedRun, Comparison, read_compared, sentences
@@ -100,10 +101,12 @@ def run_and_write(
     only_write: bool = False,
     workers: int = 1,
     give_up_minutes: float | None = None,
+    fresh: bool = False,
 ) -> None:
     """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
 
     Without a ``budget`` the time is unlimited. If it ends before the cells do, a line on stderr says what is left.
+    ``fresh`` moves the results of cells that were made with other settings aside; else they are refused.
 
     Raises ValueError as `cells` does, and when cells failed, after writing the table of the others; TooSlow as
     `run_in_workers`, which runs several workers.
@@ -111,6 +114,7 @@ def run_and_write(
     todo = cells(grid, only)
     if grid.endpoints:
         verdicts.check(grid.endpoints, {cell.name: _settings(_fields(grid, cell.choices)) for cell in todo})
+    _check_made(grid, list({cell.folder: cell for cell in [*todo, *finished(grid)]}.values()), fresh=fresh)
     if only_write or all(cell.finished() for cell in todo):
         failed = {}
     elif workers == 1:
@@ -169,7 +173,8 @@ def run(grid: GridSettings, todo: Sequence[Cell], budget: Budget | None = None) 
             if not budget.allows_another():
                 return failed
             with _claimed(cell.folder) as claimed:
-                if not claimed or cell.finished():
+                waits = _origin(grid, cell) in {other.folder for other in left}
+                if not claimed or cell.finished() or waits:
                     continue
                 idle, started = False, time.monotonic()
                 try:
@@ -187,16 +192,54 @@ def run(grid: GridSettings, todo: Sequence[Cell], budget: Budget | None = None) 
 
 
 def _run_cell(grid: GridSettings, cell: Cell) -> None:
+    if _warm_folders(grid):
+        _warmed(grid, cell.seed)
+    data = _fields_of(grid, cell)
+    _train(grid, data, cell.folder)
+    if not grid.keep_weights:
+        shutil.rmtree(cell.folder / "sync", ignore_errors=True)
+        kept = {f"rl-{step:06d}" for step in data["train"].get("keep_steps", ())}
+        for path in (cell.folder / "checkpoints").glob("*") if kept else [cell.folder / "checkpoints"]:
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _fields_of(grid: GridSettings, cell: Cell) -> dict[str, Any]:
+    """Fields of the job of a cell: where it writes and starts, and which checkpoints other cells branch from."""
     data = _fields(grid, cell.choices)
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
     if not grid.keep_weights:
         changes["train.save_hf"] = False
-    if _settings(data).warmup.steps:
-        changes |= {"model": {"hf_path": str(_warmed(grid, cell.seed))}, "warmup.steps": 0}
-    _train(grid, _changed(data, changes), cell.folder)
-    if not grid.keep_weights:
-        for name in ("checkpoints", "sync"):
-            shutil.rmtree(cell.folder / name, ignore_errors=True)
+    if origin := _origin(grid, cell):
+        changes["branch"] = f"{origin}:{data['branch'].rpartition(':')[2]}"
+    if (warm := _warm_folders(grid)) and (origin or not data.get("branch")):
+        changes |= {"model": {"hf_path": str(warm[cell.seed] / "hf")}, "warmup.steps": 0}
+    points = [point.rpartition(":") for point in grid.branches.values()]
+    if named := {int(step) for name, _, step in points if name == cell.folder.parent.name}:
+        changes["train.keep_steps"] = sorted({*_settings(data).train.keep_steps, *named})
+    return _changed(data, changes)
+
+
+def _origin(grid: GridSettings, cell: Cell) -> Path | None:
+    """The folder of the cell, of the same seed, that this one branches from."""
+    name = grid.branches.get(cell.folder.parent.name, "").rpartition(":")[0]
+    return cell.folder.parents[1] / name / cell.folder.name if name in grid.names else None
+
+
+def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = False) -> None:
+    """Refuse cells whose results were made with other settings, or, with ``fresh``, move these results aside."""
+    found = [(cell, folders.other_settings(_settings(_fields_of(grid, cell)))) for cell in chosen]
+    differ = [(cell, why) for cell, why in found if why]
+    if fresh:
+        for cell, _ in differ:
+            with folders.worked_in(cell.folder):
+                print(f"{cell.name}: the earlier run is in {folders.set_aside(cell.folder)}", file=sys.stderr)
+    elif differ:
+        cell, why = differ[0]
+        raise ValueError(
+            f"{len(differ)} cells of {grid.output} were made with other settings, {cell.name} with {'; '.join(why)}: "
+            "--fresh runs them anew and keeps what they have, --output names another folder"
+        )
 
 
 def _warmed(grid: GridSettings, seed: int) -> Path:
@@ -267,11 +310,5 @@ def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 @contextmanager
 def _claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
     """Yield whether this process may work in ``folder``; the claim ends with the block or the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    with locked(folder / ".lock", wait=wait) as holder:
+        yield not holder

@@ -1,5 +1,6 @@
 """The YAML of a grid and its cells: which there are, and where their runs and warm-ups are."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,6 +116,20 @@ class GridSettings:
             for names in itertools.product(*columns):
                 for seed in _listed(group.get(SEEDS, self.seeds)):
                     yield dict(zip(self.axes, names, strict=True)), seed
+
+    @functools.cached_property
+    def names(self) -> dict[str, dict[str, str]]:
+        """Maps the name of each cell, its choices joined by "-", to its choices."""
+        return {"-".join(choices.values()): choices for choices, _ in self.groups({})}
+
+    @functools.cached_property
+    def branches(self) -> dict[str, str]:
+        """Maps the name of each cell that branches off another run to its field `branch`."""
+        fields = {
+            name: [self.axes[axis][choice].get("branch") for axis, choice in choices.items()]
+            for name, choices in self.names.items()
+        }
+        return {name: str(point) for name, found in fields.items() for point in found if point}
 
     def folder(self, name: str) -> Path:
         """A folder whose name is relative to output."""

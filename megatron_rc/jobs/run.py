@@ -7,7 +7,6 @@ imported after the emulation of CUDA is on.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -34,20 +33,19 @@ def quiet_imports() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
-FILES = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "dashboards.json")
-FOLDERS = ("checkpoints", "kl_policy", "hf", "dump", "rejected", "sync", "tensorboard", "wandb")
-"""What a job writes into its folder."""
-
-
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
     with opened(settings, fresh=fresh, dump=dump) as job:
-        job.run(resume=not fresh)
+        if job:
+            job.run()
 
 
 @contextmanager
-def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
-    """Open everything that the job needs on this process; it is closed at the end of the block."""
+def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job | None]:
+    """Open everything that the job needs on this process; it is closed at the end of the block.
+
+    Yields None where nothing is left to do.
+    """
     versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
@@ -55,6 +53,7 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
 
     set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
+    from megatron_rc.jobs.folder import Start, begin, worked_in
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
     from megatron_rc.rollout.perturb import perturbed
@@ -65,13 +64,19 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
 
-    task = _task(settings, hf_config_dict(settings.model))
-    folder, rollout = Path(settings.output), settings.rollout
+    task, rollout = _task(settings, hf_config_dict(settings.model)), settings.rollout
     with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
         combinations.check(settings, every_step=dump, ranks=groups.data_size)
         groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
-        if fresh and groups.is_writer:
-            _delete_outputs(folder)
+
+        def first() -> Start:
+            leaving.enter_context(worked_in(Path(settings.output)))
+            return begin(settings, fresh=fresh)
+
+        start = groups.gather(lambda: first() if groups.is_writer else Start())[0]
+        if start.finished:
+            yield None
+            return
         policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))
         probe = _probe(settings, policy)
 
@@ -88,18 +93,10 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
             serve(policy.export(), version)
 
         observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
-        job = Job(settings, groups, policy, engine, task, observers, export=export)
+        job = Job(settings, groups, policy, engine, task, observers, start=start.checkpoint, export=export)
         if settings.train.eval_weights == "trained":
             job.serve_trained = serve_trained
         yield job
-
-
-def _delete_outputs(folder: Path) -> None:
-    """Delete the files that a job writes, and nothing else in its folder."""
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    for path in filter(Path.is_dir, (folder / name for name in FOLDERS)):
-        shutil.rmtree(path)
 
 
 def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:

@@ -1,21 +1,40 @@
-"""The settings of a run and the machine that it ran on: kept in its folder, shown in reports and on dashboards."""
+"""The settings of a run, their changes and the machine that it ran on: kept in its folder, shown in reports."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.files import replace_text
 
-SETTINGS_FILE, FINGERPRINT_FILE = "settings.yaml", "fingerprint.json"
+SETTINGS_FILE, FINGERPRINT_FILE, CHANGES_FILE = "settings.yaml", "fingerprint.json", "settings_changes.jsonl"
 
 
-def save_context(folder: str | Path, settings: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
-    """Write what a report shows next to the curves into the folder where `write_report` looks for it."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / SETTINGS_FILE).write_text(schema.dump_yaml(dict(settings)), encoding="utf-8")
-    (Path(folder) / FINGERPRINT_FILE).write_text(json.dumps(dict(fingerprint), indent=1) + "\n", encoding="utf-8")
+def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / SETTINGS_FILE, schema.dump_yaml(dict(settings)))
+
+
+def save_fingerprint(folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    replace_text(folder / FINGERPRINT_FILE, json.dumps(dict(fingerprint), indent=1) + "\n")
+
+
+def load_changes(folder: Path) -> list[dict[str, Any]]:
+    """The changes of settings in the middle of a run: phase, step after which they act, name, old and new."""
+    file = folder / CHANGES_FILE
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def save_changes(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write what `load_changes` returns; several changes of a setting at one step become one."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = row["phase"], row["step"], row["name"]
+        merged[key] = {**row, "old": merged.get(key, row)["old"]}
+    kept = [row for row in merged.values() if row["old"] != row["new"]]
+    replace_text(folder / CHANGES_FILE, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def load_context(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per step; every line is whole after any crash."""
 
+import errno
 import json
 import math
 import os
@@ -46,8 +47,8 @@ class MetricsLog:
             self._keep(lambda old: old < position)
         line = json.dumps({key: _storable(value) for key, value in record.items()}, allow_nan=False) + "\n"
         # one write call: a crash leaves a prefix of the line, never two lines mixed
-        written = os.write(self._file, line.encode())
-        assert written == len(line.encode()), "a short write leaves a torn line"
+        if os.write(self._file, line.encode()) < len(line.encode()):  # the next start drops the torn line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         os.fsync(self._file)
         self._last = position
 

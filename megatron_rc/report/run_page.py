@@ -9,11 +9,13 @@ from megatron_rc.drawing.frame import card, details, document, legend, tile
 from megatron_rc.drawing.heat_map import heat_map
 from megatron_rc.drawing.series import Mark, Series
 from megatron_rc.drawing.svg import line_chart
-from megatron_rc.report.context import flattened, load_context
+from megatron_rc.files import replace_text
+from megatron_rc.report.context import flattened, load_changes, load_context
 from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
 from megatron_rc.report.route_maps import heat_maps, measured_routes
+from megatron_rc.settings.changes import shown
 
 
 def write_report(
@@ -50,12 +52,17 @@ def write_report(
     settings = kept_settings if settings is None else settings
     fingerprint = kept_fingerprint if fingerprint is None else fingerprint
     name = title or str(settings.get("name") or (folder.resolve().name if folder else "run"))
-    Path(path).write_text(_page(name, records, settings, fingerprint), encoding="utf-8")
+    changes = load_changes(folder) if folder else []
+    replace_text(Path(path), _page(name, records, settings, changes, fingerprint))
     return Path(path)
 
 
 def _page(
-    name: str, records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], fingerprint: Mapping[str, Any]
+    name: str,
+    records: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    changes: Sequence[Mapping[str, Any]],
+    fingerprint: Mapping[str, Any],
 ) -> str:
     panels = PANELS + (ROUTE_PANELS if measured_routes(records) else ())
     drawn = [(panel, curves) for panel in panels if (curves := series(records, panel))]
@@ -73,8 +80,17 @@ def _page(
         f'<section class="tiles">{tiles}</section>'
         f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
         f"{maps}</section>{note}"
+        f"{details('Changed in the middle of the run', _rows(changes))}"
         f"{details('Settings', dict(flattened(settings)))}{details('Machine and versions', fingerprint)}",
     )
+
+
+def _rows(changes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a change is -> its old and its new value."""
+    where = {"rl": "after step", "warmup": "after warm-up step"}
+    return {
+        f"{where[c['phase']]} {c['step']}: {c['name']}": f"{shown(c['old'])} \u2192 {shown(c['new'])}" for c in changes
+    }
 
 
 def _card(panel: Panel, curves: Sequence[Series], marked: Sequence[Mark]) -> str:

@@ -111,7 +111,7 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:
+def dump_yaml(data: Any, *, one_line: bool = False) -> str:
     import yaml
 
     if one_line:

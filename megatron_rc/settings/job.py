@@ -37,6 +37,9 @@ class JobSettings(CurrentNames):
     """Title of the display and the report."""
     output: str = "runs/run"
     """Folder of metrics.jsonl, checkpoints, dumps, TensorBoard files and report.html."""
+    branch: str | None = None
+    """FOLDER:STEP of another run, whose checkpoint of that step this one goes on from with settings of its own;
+    in a grid, CELL:STEP, where CELL joins the choices of a cell by "-". null starts at the beginning."""
     model: ModelSettings = field(default_factory=ModelSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -55,6 +58,16 @@ class JobSettings(CurrentNames):
 
     def __post_init__(self) -> None:
         check_lr_rule(self.lr_rule, self.correction)
+        self.branch_point()
+
+    def branch_point(self) -> tuple[str, int] | None:
+        """The run, or the cell of a grid, and the step that `branch` names."""
+        if self.branch is None:
+            return None
+        origin, _, step = self.branch.rpartition(":")
+        if not origin or not step.isdecimal():
+            raise ValueError(f"branch must be FOLDER:STEP, such as runs/math:50, got {self.branch!r}")
+        return origin, int(step)
 
     @property
     def fresh(self) -> bool:

@@ -98,6 +98,9 @@ class TrainSettings:
     """Steps between two checkpoints; 0 saves none, and a job that is stopped starts over."""
     keep_checkpoints: int = 2
     """Checkpoints to keep; older ones are deleted."""
+    keep_steps: tuple[int, ...] = ()
+    """Steps of reinforcement learning whose checkpoints are written and kept in any case, so that other runs can
+    branch from them."""
     head: Head = "logits"
     """What log-probs are made of. logits: the model's logits of all tokens of a micro-batch. linear: its hidden states
     and the weight of its head, a few thousand tokens with a loss at a time, so that no tensor has as many elements as
@@ -122,6 +125,8 @@ class TrainSettings:
         self.head_options()
         counts = ("mini_batches_per_rollout", "max_tokens_per_microbatch", "eval_interval", "eval_samples")
         check_at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
+        if self.keep_steps and not self.save_interval:
+            raise ValueError("keep_steps must be empty when save_interval is 0, which saves no checkpoint")
         if self.micro_batches is not None:
             check_at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:

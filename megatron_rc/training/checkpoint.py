@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rc.correction.measured_upper import FIRST
 from megatron_rc.files import read_json, replace_folder
-from megatron_rc.learning_rate.rule import EARLIER, earlier_state
 from megatron_rc.training.policy import Policy
-
-STATE = "state.json"
-
-
-@dataclass
-class Progress:
-    """The position of a job. With the weights and the settings it determines everything else."""
-
-    phase: str = "warmup"
-    """warmup or rl."""
-    step: int = 0
-    """Finished steps of the phase."""
-    cursor: int = 0
-    """Prompts of the training stream that reinforcement learning has used."""
-    weight_version: int = 0
-    lr_rule: dict[str, Any] | None = None
-    """Name and state of the learning-rate rule after the finished steps; None when the job has none."""
-    measured_upper: float = FIRST
-    """The bound C with the least error on the last rollout, for a weight with upper "measured"."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.phase}-{self.step:06d}"
+from megatron_rc.training.progress import STATE, Progress, complete
 
 
 def save(
@@ -51,9 +27,10 @@ def save(
     *,
     extra: dict[str, torch.Tensor],
     keep: int,
+    keep_steps: Collection[int] = (),
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
+    """Write ``folder/<phase>-<step>``; delete others but the newest ``keep`` and ``keep_steps``; a collective.
 
     Args:
         extra: tensors to store with the model, such as queued rollout weights; the same on every rank.
@@ -64,30 +41,26 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    if write_more:
-        write_more(partial)
-    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
+    try:
+        if write_more:
+            write_more(partial)
+        dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
+        if policy.groups.is_writer:
+            if extra:
+                save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
+            state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
+            (partial / STATE).write_text(json.dumps(state))
+            replace_folder(partial, target)
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        if isinstance(error, CheckpointException):
+            raise OSError(f"checkpoint {target} cannot be written: {_reason(error)}") from None
+        raise
     if policy.groups.is_writer:
-        if extra:
-            save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
-        state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
-        (partial / STATE).write_text(json.dumps(state))
-        replace_folder(partial, target)
-        for old in _complete(folder)[:-keep]:
+        always = {Progress("rl", step).name for step in keep_steps}
+        for old in [path for path in complete(folder) if path.name not in always][:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    return next(reversed(_complete(folder)), None)
-
-
-def read_progress(path: Path) -> Progress:
-    """The position that a checkpoint holds, also one of version 0.1."""
-    saved = read_json(path / STATE)["progress"]
-    earlier = {name: saved.pop(name, None) for name, _ in EARLIER.values()}
-    return Progress(**{"lr_rule": earlier_state(earlier), **saved})
 
 
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
@@ -99,15 +72,10 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
     except (CheckpointException, CheckpointingException, KeyError, RuntimeError) as error:
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(reason)}") from None
+        raise ValueError(f"checkpoint {path} does not fit this model: {_reason(error)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
-    if policy.phase_updates:
-        policy.optimizer.load_state_dict(state["optimizer"])
-    else:
-        policy.optimizer.reload_model_params()
-    policy.scheduler.load_state_dict(state["scheduler"])
+    policy.load_phase(state.get("optimizer"), state["scheduler"])
     torch.set_rng_state(state["rng"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
     extra = path / "extra.safetensors"
@@ -128,12 +96,8 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; warm-up comes before reinforcement learning."""
-    folders = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
-    return sorted(folders, key=lambda path: (path.name.split("-")[0] == "rl", path.name))
-
-
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line if len(line) <= 300 else f"{line[:297]}..."

@@ -16,10 +16,10 @@ from megatron_rc.learning_rate.scale import LRScale, Signals
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
+from megatron_rc.training.progress import Progress, read_progress
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.sampling_weights import SamplingWeights
 from megatron_rc.training.step.reinforce import StepResult, StepSettings, StepState, reinforce_step
@@ -39,6 +39,8 @@ class Job:
     """Samples the rollouts, and answers the held-out prompts unless it replays a recording."""
     task: Task
     observers: Observers
+    start: Path | None
+    """Checkpoint to continue from; None begins anew."""
     export: Callable[[int], Iterable[tuple[str, Tensor]]]
     """Version -> the weights to serve, under Hugging Face names; a collective of all processes."""
     serve_trained: Callable[[int], None] | None = None
@@ -62,15 +64,10 @@ class Job:
         self.saved = ""
         self.output = Path(settings.output)
 
-    def run(self, *, resume: bool) -> None:
-        """Do what is left of the job; the last finished step is saved before an error that the user can fix is raised.
-
-        Args:
-            resume: continue from the newest complete checkpoint of the output folder, if there is one.
-        """
-        newest = checkpoint.newest(self.output / "checkpoints") if resume else None
-        if newest:
-            self.restore(newest)
+    def run(self) -> None:
+        """Do what is left of the job; before an error that the user can fix, the last finished step is saved."""
+        if self.start:
+            self.restore(self.start)
         elif self.settings.warmup.steps:
             self._start_phase()
         else:
@@ -89,7 +86,7 @@ class Job:
 
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint ``path``: weights, optimizer, progress, and the weights that are served."""
-        self.progress = checkpoint.read_progress(path)
+        self.progress = read_progress(path)
         if self.settings.loss.kl_coef and self.progress.phase == "rl":
             self.policy.load_weights(self.output / "kl_policy")
             self.policy.keep_kl_policy()
@@ -275,16 +272,24 @@ class Job:
         return accuracy
 
     def _save_when_due(self) -> None:
-        interval = self.settings.train.save_interval
-        if interval and self.progress.step % interval == 0:
+        train, step = self.settings.train, self.progress.step
+        kept = self.progress.phase == "rl" and step in train.keep_steps
+        if kept or (train.save_interval and step % train.save_interval == 0):
             self._save()
 
     def _save(self) -> None:
         train = self.settings.train
         self.observers.finish_dump()
         if train.save_interval and self.saved != self.progress.name:
-            folder, extra, keep = self.output / "checkpoints", self.engine.state_tensors(), train.keep_checkpoints
-            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=keep, write_more=self._save_more)
+            checkpoint.save(
+                self.output / "checkpoints",
+                self.policy,
+                self.progress,
+                extra=self.engine.state_tensors(),
+                keep=train.keep_checkpoints,
+                keep_steps=train.keep_steps,
+                write_more=self._save_more,
+            )
             self.saved = self.progress.name
 
     def _save_more(self, folder: Path) -> None:

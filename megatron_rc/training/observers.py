@@ -9,16 +9,16 @@ from torch import Tensor
 from megatron_rc import schema
 from megatron_rc.dump.writer import DiscardedWriter
 from megatron_rc.report import sinks
-from megatron_rc.report.context import save_context, without_credentials
+from megatron_rc.report.context import save_fingerprint, without_credentials
 from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.display import Display
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.report.run_page import write_report
 from megatron_rc.settings.job import JobSettings
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.kept_steps import StepDump
+from megatron_rc.training.progress import Progress
 from megatron_rc.training.step.reinforce import StepResult
 from megatron_rc.training.step.sampling import SampledBatch
 
@@ -44,7 +44,7 @@ class Observers:
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
             shown, wanted = schema.to_dict(settings), sinks.requested(vars(settings.log))
-            save_context(folder, shown, facts)
+            save_fingerprint(folder, facts)
             config = without_credentials({"settings": shown, "machine": facts})
             self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)
 

@@ -39,6 +39,9 @@ AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
 Around = Callable[[Sequence[MicroBatch], bool], AbstractContextManager[AroundForward]]
 """(micro-batches, forward only) -> a context around one schedule."""
 
+_STATE = ("params", "step")
+"""What a parameter group of an optimizer has besides settings; Apex and TransformerEngine count steps there."""
+
 
 class Policy:
     """Megatron model, optimizer and scheduler of one process."""
@@ -89,9 +92,20 @@ class Policy:
             end_wd=self.train.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=True,
-            override_opt_param_scheduler=False,
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
+
+    def load_phase(self, optimizer: Any, scheduler: dict[str, Any]) -> None:
+        """Go on from the states of both in a checkpoint; every rate and decay is that of the settings."""
+        given = [{k: v for k, v in group.items() if k not in _STATE} for group in self.optimizer.param_groups]
+        if optimizer is None:
+            self.optimizer.reload_model_params()
+        else:
+            self.optimizer.load_state_dict(optimizer)
+        for group, settings in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(settings)
+        self.scheduler.load_state_dict(scheduler)
 
     @property
     def lr(self) -> float:

@@ -12,8 +12,8 @@ import torch
 
 from megatron_rc.engine import Sample
 from megatron_rc.settings.job import JobSettings
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
+from megatron_rc.training.progress import Progress
 from megatron_rc.training.step.sampling import Part, Request, SampledBatch, Sampler
 
 

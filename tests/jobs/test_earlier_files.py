@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.cli import app
-from megatron_rc.jobs.run import _delete_outputs
+from megatron_rc.jobs.folder import set_aside
 
 EARLIER = ROOT / "tests/support/earlier"
 ARMS = ("decay", "gate")
@@ -49,7 +49,8 @@ GOES_ON = {
 def test_an_earlier_job_goes_on_as_it_did(folder: Path, arm: str) -> None:
     expected = GOES_ON[arm]
     assigned = [f"output={folder / arm}", f"train.steps={expected['step']}"]
-    assigned += [f"rollout.recorded_path={folder / 'decay/dump'}"] if arm == "gate" else []
+    settings = folder / arm / "settings.yaml"
+    settings.write_text(re.sub("replay_path: .+", f"replay_path: {folder / 'decay/dump'}", settings.read_text()))
     refused = CliRunner().invoke(app, ["train", str(folder / arm / "settings.yaml")])
     assert "`megatron-rc migrate FILE.yaml` rewrites a file" in str(refused.exception)
     assert CliRunner().invoke(app, ["migrate", str(folder / arm / "settings.yaml")]).exit_code == 0
@@ -57,9 +58,11 @@ def test_an_earlier_job_goes_on_as_it_did(folder: Path, arm: str) -> None:
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_fresh_job_deletes_what_a_job_wrote_and_nothing_else(folder: Path) -> None:
+def test_a_fresh_job_moves_aside_what_a_job_wrote_and_nothing_else(folder: Path) -> None:
+    wrote = {path.name for path in (folder / "decay").iterdir()}
     (folder / "decay/notes.txt").write_text("mine")
     (folder / "decay/hf").mkdir()
-    _delete_outputs(folder / "decay")
-    assert [path.name for path in (folder / "decay").iterdir()] == ["notes.txt"]
-    _delete_outputs(folder / "decay")
+    assert set_aside(folder / "decay") == folder / "decay/earlier-1"
+    assert {path.name for path in (folder / "decay").iterdir()} == {"notes.txt", "earlier-1"}
+    assert {path.name for path in (folder / "decay/earlier-1").iterdir()} == {*wrote, "hf"}
+    assert set_aside(folder / "decay") is None

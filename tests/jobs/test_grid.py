@@ -14,6 +14,8 @@ from report_records import write_all
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.grid import Run, read_run, table, write_grid
+from megatron_rc.report.log import read_metrics
+from megatron_rc.settings.job import load as load_settings
 
 JOB: dict[str, Any] = {
     "model": {"config": DENSE},
@@ -98,6 +100,27 @@ def test_a_launcher_starts_the_jobs_of_a_grid_and_a_cell_that_fails_names_its_lo
     assert (tmp_path / "out/R2/seed-1/log.txt").read_text() == "no card left\n"
     (row,) = csv.DictReader((tmp_path / "out/runs.csv").open())
     assert row["replay"] == "R3" and float(row["decisions that differ"]) >= 0
+
+
+def test_a_cell_of_other_settings_is_refused_or_run_anew_and_a_cell_branches_off_another(tmp_path: Path) -> None:
+    axes = {"arm": {"plain": {}, "rescued": {"branch": "plain:1", "correction": "icepop"}}}
+    job = {**JOB, "warmup": {"steps": 0}, "train": {**JOB["train"], "steps": 3, "save_hf": False}}
+    config = settings_file(tmp_path, {"job": job, "axes": axes, "output": str(tmp_path / "out"), "launcher": ""})
+    other = ["grid", str(config), "--set", "train.lr=1e-3"]
+    commands = [["grid", str(config), "--only", "arm=rescued,plain"], other, [*other, "--fresh"], [*other, "--table"]]
+    first, refused, anew, table_only = run_together(commands, tmp_path)
+    assert first[0] == anew[0] == table_only[0] == 0, (first, anew)
+    assert refused[0] == 2 and "2 cells of" in refused[1]
+    assert "were made with other settings, plain seed 1 with train.lr 0.0001 -> 0.001: --fresh runs them" in refused[1]
+    plain, rescued = (tmp_path / f"out/{arm}/seed-1" for arm in ("plain", "rescued"))
+    for folder in (plain, rescued):
+        assert (folder / "earlier-1/metrics.jsonl").is_file()
+    assert [path.name for path in (plain / "checkpoints").iterdir()] == ["rl-000001"]
+    assert not (rescued / "checkpoints").exists() and len(read_metrics(rescued)) == len(read_metrics(plain)) == 4
+    shown = load_settings(rescued / "settings.yaml")
+    assert (shown.train.lr, shown.branch) == (1e-3, f"{plain}:1")
+    changed = [json.loads(line) for line in (rescued / "settings_changes.jsonl").read_text().splitlines()]
+    assert {("correction.weight", 1), ("branch", 1)} <= {(row["name"], row["step"]) for row in changed}
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.name)

@@ -186,9 +186,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def job(name: str, *assignments: str) -> list[str]:
         return train(config, folder / name, *assignments)
 
-    def replayed(recording: str) -> list[str]:
+    def replayed(name: str, recording: str, *assignments: str) -> list[str]:
         rule = "lr_rule={rule: length_decay, decay_period: 2}"
-        return job("failed", rule, "rollout.engine=recorded", f"rollout.recorded_path={recording}")
+        return job(name, rule, "rollout.engine=recorded", f"rollout.recorded_path={recording}", *assignments)
 
     first = [
         [*job("good", "train.steps=3"), "--dump"],
@@ -199,9 +199,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [status for status, _ in run_together(first, folder)] == [0] * 4
     bad = doctored(folder, "nans", lambda values: [math.nan] * len(values))
     second = [
-        replayed(bad),
+        replayed("failed", bad),
         job("parts", *TWO_UPDATES),
-        job("good", "lr_rule={rule: length_decay, decay_period: 4}", "train.steps=5"),
+        job("later", f"branch={folder / 'good'}:3", "lr_rule={rule: length_decay, decay_period: 4}", "train.steps=5"),
         job("mismatch", *BY_MISMATCH),
     ]
     (failed, said), *others = run_together(second, folder)
@@ -209,7 +209,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [status for status, _ in others] == [0] * 3
     (state,) = (folder / "failed" / "checkpoints").glob("rl-000001/state.json")
     assert json.loads(state.read_text())["progress"]["lr_rule"]["rollouts"] == 1
-    ((status, said),) = run_together([[*replayed(str(folder / "good" / "dump")), "--set", "train.steps=3"]], folder)
+    again = replayed("again", str(folder / "good/dump"), f"branch={folder / 'failed'}:1", "train.steps=3")
+    ((status, said),) = run_together([again], folder)
     assert status == 0, said
     return folder
 
@@ -232,12 +233,12 @@ def test_a_resumed_job_has_the_rates_of_an_uninterrupted_one(jobs: Path) -> None
     assert parts == whole
 
 
-def test_a_rollout_whose_update_failed_is_not_counted_twice_after_the_resume(jobs: Path) -> None:
-    assert [(r["step"], r["lr_rule/scale"]) for r in steps(jobs / "failed")] == [(1, 1.0), (2, 0.5), (3, 0.5)]
+def test_a_rollout_whose_update_failed_is_not_counted_twice_in_a_branch(jobs: Path) -> None:
+    assert [(r["step"], r["lr_rule/scale"]) for r in steps(jobs / "again")] == [(1, 1.0), (2, 0.5), (3, 0.5)]
 
 
-def test_switched_on_by_a_resume_it_counts_the_rollouts_before(jobs: Path) -> None:
-    records = steps(jobs / "good")
+def test_switched_on_by_a_branch_it_counts_the_rollouts_before(jobs: Path) -> None:
+    records = steps(jobs / "later")
     assert [r.get("lr_rule/scale") for r in records] == [None, None, None, 0.5, 0.5]
     assert records[-1]["lr_rule/unmeasured"] == 3.0
 

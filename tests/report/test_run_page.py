@@ -15,7 +15,7 @@ from report_records import rl, warmup, write_all
 
 from megatron_rc.drawing import axes, svg
 from megatron_rc.drawing.series import Series, moving_average
-from megatron_rc.report.context import save_context
+from megatron_rc.report.context import save_fingerprint, save_settings
 from megatron_rc.report.curves import headlines, series
 from megatron_rc.report.panels import PANELS
 from megatron_rc.report.picture import write_curves_png
@@ -69,7 +69,8 @@ def test_a_metric_that_was_not_measured_leaves_its_plot_out_and_is_named(tmp_pat
 
 def test_the_report_of_a_folder_finds_what_the_job_left_there(tmp_path: Path) -> None:
     write_all(tmp_path, rl(range(5)))
-    save_context(tmp_path, {"name": "my job", "train": {"lr": 0.125}}, {"torch": "9.9"})
+    save_settings(tmp_path, {"name": "my job", "train": {"lr": 0.125}})
+    save_fingerprint(tmp_path, {"torch": "9.9"})
     assert write_report(tmp_path) == tmp_path / "report.html"
     page = Page((tmp_path / "report.html").read_text())
     assert {"my job", "train.lr", "0.125", "torch", "9.9"} <= set(page.texts)

@@ -67,12 +67,19 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """The process of the first rank."""
+        pid = self._processes[0].pid
+        assert pid
+        return pid
+
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
     def wait_until_frozen(self) -> None:
         """Wait for the step of ``freeze_before``, which the job must reach."""
-        first = psutil.Process(self._processes[0].pid)
+        first = psutil.Process(self.pid)
         deadline = time.monotonic() + LIMIT
         while first.status() != psutil.STATUS_STOPPED:
             assert self.running() and time.monotonic() < deadline, "the job ended before the step that it freezes at"

@@ -17,8 +17,8 @@ from megatron_rc.engine import Sample
 from megatron_rc.rollout.worker import WorkerEngine
 from megatron_rc.settings import job as job_settings
 from megatron_rc.tasks import Prompt
-from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
+from megatron_rc.training.progress import Progress
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.step.sampling import Sampler
 from megatron_rc.training.step.seeds import seed_of
