@@ -18,7 +18,8 @@ class JsonlOptions:
     path: str
     """File of {"prompt": text, "answer": text or number} lines; other keys are ignored."""
     reward: str
-    """module:function, called as function(prompt, response, answer) with three texts; returns a finite number."""
+    """module:function, called as function(prompt, response, answer) with three texts; returns a finite number. The
+    module is a file beside the YAML or beside `path`, or anything that Python can import."""
     tokenizer: str | None = None
     """Local folder of the tokenizer; null: model.hf_path."""
     held_out_path: str | None = None
