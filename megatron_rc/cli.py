@@ -5,6 +5,7 @@ A verb imports its work when it runs, so that --help takes as long as typer does
 
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,9 +58,14 @@ def train(
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
     from megatron_rc.jobs import run
+    from megatron_rc.models.layout import fewest_processes
     from megatron_rc.settings import job
 
-    run.train(job.load(config, assignments), fresh=fresh, dump=dump)
+    settings = job.load(config, assignments)
+    if "RANK" not in os.environ and (needed := fewest_processes(settings.parallel)) > 1:
+        command = f"torchrun --standalone --nproc_per_node {needed} -m megatron_rc {shlex.join(sys.argv[1:])}"
+        raise ValueError(f"the layout of parallel: takes {needed} processes, and this is one; start it by {command}")
+    run.train(settings, fresh=fresh, dump=dump)
 
 
 _RULES = "; ".join(f"{name} {rule.summary}" for name, rule in RULES.items())

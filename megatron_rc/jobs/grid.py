@@ -37,6 +37,8 @@ def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence
         data["output"] = output
     if rows := (data.get("comparison") or {}).get("rows"):
         data["comparison"]["rows"] = str(path.parent / rows)
+    if "axes" not in data and "job" not in data:
+        raise ValueError(f"this is one job, not a grid: megatron-rc train {path}")
     grid = schema.from_dict(GridSettings, data | {"arguments": assignments, "home": str(path.parent)})
     return grid.with_seeds([int(seed) for seed in seeds.split(",")]) if seeds else grid
 

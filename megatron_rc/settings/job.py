@@ -73,6 +73,8 @@ def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettin
         ValueError: one sentence naming the field or the file.
     """
     data = schema.load_yaml(path_or_text)
+    if "axes" in data:
+        raise ValueError(f"this is a grid of jobs: megatron-rc grid {path_or_text}")
     for assignment in assignments:
         schema.set_field(data, assignment, JobSettings)
     if os.path.isfile(path_or_text):

@@ -67,6 +67,7 @@ class JsonlTask(Task):
         self._places = {(row.prompt, row.answer): row.place for row in [*training, *held_out]}
         self._training = self._prompts_of(training)
         self._held_out = self._prompts_of(held_out)
+        self.longest_prompt = max(len(prompt.token_ids) for prompt in [*self._training, *self._held_out])
         self._epoch, self._order = -1, list[int]()
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
