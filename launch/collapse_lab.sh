@@ -27,7 +27,8 @@ that is committed changes, unless --docs asks for it.
   --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. Responses have
                       at most $(longest_response) tokens, as those of the arithmetic: change that by --set
   --model DIR         checkpoint with a tokenizer that every run of --task starts from, without a warm-up
-  --reward NAME       scores the answers of --task (default: megatron_rc.tasks.math_answer:math_answer)
+  --reward NAME       MODULE:FUNCTION that scores the answers of --task; MODULE.py may lie beside FILE.jsonl
+                      (default: megatron_rc.tasks.math_answer:math_answer)
   --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be repeated
   --help              this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).

@@ -71,9 +71,13 @@ def train(
     """
     from megatron_rc.jobs import run
     from megatron_rc.jobs.folder import interrupted
+    from megatron_rc.models.layout import fewest_processes
     from megatron_rc.settings import job
 
     settings = job.load(config, assignments)
+    if "RANK" not in os.environ and (needed := fewest_processes(settings.parallel)) > 1:
+        command = f"torchrun --standalone --nproc_per_node {needed} -m megatron_rc {shlex.join(sys.argv[1:])}"
+        raise ValueError(f"the layout of parallel: takes {needed} processes, and this is one; start it by {command}")
     try:
         run.train(settings, fresh=fresh, dump=dump)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What a job warns of: policies too far apart, a correction that leaves little of a batch, a clip that pulls."""
+"""What a job warns of: policies too far apart, a correction that leaves little, a clip that pulls, equal rewards."""
 
 from __future__ import annotations
 
@@ -92,21 +92,38 @@ def lost_batch(values: Mapping[str, Any], correction: RolloutCorrection, prefix:
     )
 
 
-class LostBatchWarning:
-    """Says `lost_batch` at most once in ten rollouts."""
+class _RareWarning:
+    """Repeats itself at most once in ten rollouts."""
 
-    def __init__(self) -> None:
-        self._rollouts = 0
-        self._last: int | None = None
+    _silent = 0
+
+    def _say(self, sentence: str | None) -> str | None:
+        self._silent = max(0, self._silent - 1)
+        if sentence is None or self._silent:
+            return None
+        self._silent = SILENCE
+        return sentence
+
+
+class LostBatchWarning(_RareWarning):
+    """Says `lost_batch` at most once in ten rollouts."""
 
     def see(self, values: Mapping[str, Any], correction: RolloutCorrection, prefix: str = "") -> str | None:
         """Take the pooled values of the next rollout; returns what to warn of, if anything."""
-        self._rollouts += 1
-        if self._last is not None and self._rollouts - self._last < SILENCE:
-            return None
-        sentence = lost_batch(values, correction, prefix)
-        self._last = self._last if sentence is None else self._rollouts
-        return sentence
+        return self._say(lost_batch(values, correction, prefix))
+
+
+class NoUpdateWarning(_RareWarning):
+    """Says at most once in ten rollouts that no group had two different rewards, so that nothing was learned."""
+
+    def see(self, metrics: Mapping[str, Any]) -> str | None:
+        """Take the metrics of a step; returns what to warn of, if anything."""
+        if metrics.get("updates") != 0.0:
+            return self._say(None)
+        return self._say(
+            f"no group had two different rewards (their mean is {metrics['reward/mean']:.3g}), so there was no update: "
+            "check the reward on a few responses, or take other prompts or more rollout.samples_per_prompt"
+        )
 
 
 class ClipPullWarning:

@@ -28,7 +28,7 @@ from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import combinations
-from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.job import JobSettings, find_reward
 from megatron_rc.settings.renamed import load_finished
 
 
@@ -39,7 +39,9 @@ def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence
         data["output"] = output
     if rows := (data.get("comparison") or {}).get("rows"):
         data["comparison"]["rows"] = str(path.parent / rows)
-    grid = schema.from_dict(GridSettings, data | {"arguments": assignments})
+    if "axes" not in data and "job" not in data:
+        raise ValueError(f"this is one job, not a grid: megatron-rc train {path}")
+    grid = schema.from_dict(GridSettings, data | {"arguments": assignments, "home": str(path.parent)})
     return grid.with_seeds([int(seed) for seed in seeds.split(",")]) if seeds else grid
 
 
@@ -293,6 +295,7 @@ def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:
     fields = _changed(grid.job, changes)
     for assignment in grid.arguments:
         schema.set_field(fields, assignment, JobSettings)
+    find_reward(fields, Path(grid.home))
     return fields
 
 

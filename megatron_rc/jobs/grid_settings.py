@@ -70,6 +70,8 @@ class GridSettings:
     """Three choices of the only axis that report.html compares in one figure; null writes no report."""
     arguments: tuple[str, ...] = ()
     """Values of `--set` on the command line, for every job."""
+    home: str = "."
+    """Folder of the YAML, where a reward function may lie; the command fills it in."""
 
     def __post_init__(self) -> None:
         if not self.seeds:

@@ -100,13 +100,16 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job | 
 
 
 def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
+    from megatron_rc.models.layout import check_context
     from megatron_rc.tasks.registry import build_task
 
     kind, options = settings.task.kind, settings.task.options
     task = build_task(kind, options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
     if task.vocab_size > hf_config["vocab_size"]:
-        ids, model = task.vocab_size, hf_config["vocab_size"]
-        raise ValueError(f"the tokenizer of task {kind!r} has {ids} ids, the model's vocab_size is {model}")
+        ids, model, path = task.vocab_size, hf_config["vocab_size"], settings.model.hf_path
+        remedy = f"take the tokenizer of {path}" if path else f"set model.config.vocab_size={ids}"
+        raise ValueError(f"the tokenizer of task {kind!r} has {ids} ids, the model's vocab_size is {model}: {remedy}")
+    check_context(hf_config, prompt=task.longest_prompt, max_new_tokens=settings.rollout.max_new_tokens)
     return task
 
 

@@ -9,7 +9,7 @@ from megatron_rc import schema
 from megatron_rc.launch import layout, memory
 from megatron_rc.launch.layout import Command, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
-from megatron_rc.models.layout import check_model, check_processes
+from megatron_rc.models.layout import check_context, check_model, check_processes
 from megatron_rc.settings import combinations
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.model import ModelSettings
@@ -99,9 +99,7 @@ def divided(settings: JobSettings) -> Division:
             raise ValueError(f"parallel.tensor must divide the GPUs that train on a node, got {got}")
     if serving:
         _check_server(hf, cluster.server_tp)
-    if division.longest > (context := hf["max_position_embeddings"]):
-        longest = f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {division.longest_prompt} tokens"
-        raise ValueError(f"{longest} is longer than the model's context (max_position_embeddings) of {context}")
+    check_context(hf, prompt=division.longest_prompt, max_new_tokens=rollout.max_new_tokens)
     return division
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rc.launch import layout, processes, server
 from megatron_rc.launch.layout import Command, Options, Server
 from megatron_rc.launch.processes import say
+from megatron_rc.models.config import config_file
 from megatron_rc.settings import job as job_settings
 from megatron_rc.settings.job import JobSettings
 
@@ -58,8 +59,8 @@ def visible_gpus(wanted: int) -> list[str]:
 
 def run(settings: JobSettings, options: Options) -> None:
     """Warm up, serve, check the servers, train, and end everything together."""
-    if (path := settings.model.hf_path) and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
+    if settings.model.hf_path:
+        config_file(settings.model.hf_path)
     warm_up, servers, doctor, trainer = layout.starts_of(settings, options)
     warm = layout.warm_folder(settings)
     processes.exit_on_signals()

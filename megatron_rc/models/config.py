@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,20 @@ def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
     """
     if settings.hf_path is None:
         return _with_defaults(dict(settings.config), "model.config", refuse_unknown=True)
-    path = Path(settings.hf_path) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model.hf_path={settings.hf_path!r} has no config.json")
+    path = config_file(settings.hf_path)
     return _with_defaults(read_json(path), str(path), refuse_unknown=False)
+
+
+def config_file(hf_path: str) -> Path:
+    """config.json of the checkpoint in ``hf_path``; ValueError says how to get one where there is none."""
+    path = Path(hf_path) / "config.json"
+    if not path.is_file():
+        get = f"hf download OWNER/{path.parent.name} --local-dir {shlex.quote(hf_path)}"
+        raise ValueError(
+            f"model.hf_path={hf_path!r} has no config.json: download a checkpoint there ({get}), or leave out "
+            "model.hf_path and give the shape of a model with random weights in model.config"
+        )
+    return path
 
 
 def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool) -> dict[str, Any]:

@@ -1,9 +1,15 @@
 """Whether processes and a model can be cut as a layout says; needs no megatron-core, which takes seconds to import."""
 
+import math
 from typing import Any
 
 from megatron_rc.models.config import moe_layers
 from megatron_rc.settings.model import ParallelSettings
+
+
+def fewest_processes(parallel: ParallelSettings) -> int:
+    """Processes of the smallest job with this layout."""
+    return parallel.pipeline * math.lcm(parallel.tensor, parallel.expert)
 
 
 def check_processes(parallel: ParallelSettings, world_size: int) -> None:
@@ -30,3 +36,10 @@ def check_model(hf: dict[str, Any], parallel: ParallelSettings) -> None:
             raise ValueError(f"{name} must be divisible by parallel.{axis}, got {hf[name]} and {ranks}")
     if parallel.expert > 1 and not moe:
         raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts, this one has none")
+
+
+def check_context(hf: dict[str, Any], *, prompt: int, max_new_tokens: int) -> None:
+    """Raises ValueError when a response after a prompt of ``prompt`` tokens has no room in the context of ``hf``."""
+    if prompt + max_new_tokens > (context := hf["max_position_embeddings"]):
+        longest = f"rollout.max_new_tokens={max_new_tokens} after a prompt of {prompt} tokens"
+        raise ValueError(f"{longest} is longer than the model's context (max_position_embeddings) of {context}")

@@ -4,6 +4,7 @@ To add a setting, add a field with a docstring and, where it has limits, a check
 `megatron-rc settings > docs/settings.md` documents it.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_rc.settings.renamed import CurrentNames, load_finished
 from megatron_rc.settings.rollout import RolloutSettings
 from megatron_rc.settings.train import TrainSettings, WarmupSettings
 from megatron_rc.tasks.registry import TaskKind
+from megatron_rc.tasks.reward import found_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +80,26 @@ class JobSettings(CurrentNames):
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:
     """The settings of a YAML file or text, with ``key=value`` assignments on top.
 
+    A reward function may be in a file beside the YAML, or beside the file of prompts.
+
     Raises:
         ValueError: one sentence naming the field or the file.
     """
-    return schema.from_dict(JobSettings, schema.load_yaml(path_or_text), assignments=assignments)
+    data = schema.load_yaml(path_or_text)
+    if "axes" in data:
+        raise ValueError(f"this is a grid of jobs: megatron-rc grid {path_or_text}")
+    for assignment in assignments:
+        schema.set_field(data, assignment, JobSettings)
+    if os.path.isfile(path_or_text):
+        find_reward(data, Path(path_or_text).parent)
+    return schema.from_dict(JobSettings, data)
+
+
+def find_reward(data: dict[str, Any], folder: Path) -> None:
+    """Replace the module of a reward, in the fields of a job, by its file in ``folder`` or beside the prompts."""
+    match data:
+        case {"task": {"options": {"reward": str(name), "path": str(prompts)}}}:
+            data["task"]["options"]["reward"] = found_beside(name, folder, Path(prompts).parent)
 
 
 def of_finished(folder: Path) -> JobSettings:

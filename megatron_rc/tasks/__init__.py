@@ -32,6 +32,8 @@ class Task(Protocol):
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     """Each of them ends a turn."""
+    longest_prompt: int = 0
+    """Most tokens of a prompt. A job whose context has no room for it and a response does not start."""
     max_turns: int = 1
     """Most turns of a response; with 1, `reply` is never asked."""
     max_turn_tokens: int = 0

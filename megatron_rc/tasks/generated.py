@@ -43,7 +43,7 @@ class GeneratedTask(Task, Generic[Problem]):
     def __init__(self, options: Any, tokenizer: str | None = None) -> None:
         """Draw the held-out problems, all different; raises ValueError where the options allow too few."""
         self.options = options
-        self.vocab_size = self.alphabet.size
+        self.vocab_size, self.longest_prompt = self.alphabet.size, options.longest_prompt
         self.stop_token_ids: tuple[int, ...] = (self.alphabet.stop,)
         self._held_out = self._draw_held_out(options.held_out)
 

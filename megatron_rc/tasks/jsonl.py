@@ -18,7 +18,8 @@ class JsonlOptions:
     path: str
     """File of {"prompt": text, "answer": text or number} lines; other keys are ignored."""
     reward: str
-    """module:function, called as function(prompt, response, answer) with three texts; returns a finite number."""
+    """module:function, called as function(prompt, response, answer) with three texts; returns a finite number. The
+    module is a file beside the YAML or beside `path`, or anything that Python can import."""
     tokenizer: str | None = None
     """Local folder of the tokenizer; null: model.hf_path."""
     held_out_path: str | None = None
@@ -66,6 +67,7 @@ class JsonlTask(Task):
         self._places = {(row.prompt, row.answer): row.place for row in [*training, *held_out]}
         self._training = self._prompts_of(training)
         self._held_out = self._prompts_of(held_out)
+        self.longest_prompt = max(len(prompt.token_ids) for prompt in [*self._training, *self._held_out])
         self._epoch, self._order = -1, list[int]()
 
     def prompts(self, start: int, count: int) -> list[Prompt]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning
+from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning, NoUpdateWarning
 from megatron_rc.engine import RolloutEngine
 from megatron_rc.learning_rate.rule import resume, state_of
 from megatron_rc.learning_rate.scale import LRScale, Signals
@@ -60,6 +60,7 @@ class Job:
         self.lr_rule: LRScale | None = None
         self.lost_batch = LostBatchWarning()
         self.clip_pull = ClipPullWarning(settings.correction, fresh=settings.fresh)
+        self.no_update = NoUpdateWarning()
         self.pair = "old/" if settings.correction.old == "recompute" else "current/"
         self.saved = ""
         self.output = Path(settings.output)
@@ -174,7 +175,8 @@ class Job:
             if not math.isnan(measured):
                 self.progress.measured_upper = measured
             lost = self.lost_batch.see(result.metrics, self.settings.correction, self.pair)
-            for warning in filter(None, (lost, self.clip_pull.see(result.metrics))):
+            others = (warning.see(result.metrics) for warning in (self.clip_pull, self.no_update))
+            for warning in filter(None, (lost, *others)):
                 self.observers.message(f"WARNING, step {self.progress.step}: {warning}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1

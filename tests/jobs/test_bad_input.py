@@ -11,6 +11,7 @@ from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_fi
 from warm_models import doctored
 
 from megatron_rc.report.log import read_metrics
+from megatron_rc.schema import dump_yaml
 
 JOB: dict[str, Any] = {
     "model": {"config": DENSE},
@@ -27,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings_file(folder, JOB)
     (folder / "grading.py").write_text(REWARDS)
     (folder / "not.yaml").write_text("train: [")
+    (folder / "grid.yaml").write_text(dump_yaml({"job": JOB, "axes": {}}))
     good = json.dumps({"prompt": "a b", "answer": "c"})
     others = [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)]
     (folder / "good.jsonl").write_text("\n".join([good] * 4 + others))
@@ -60,6 +62,9 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "missing package": job("package", "log.mlflow=experiment"),
         "context": job("context", "model.config.max_position_embeddings=6"),
         "vocabulary": job("x", "model.config.vocab_size=8"),
+        "no model": job("x", "model.hf_path=none/Qwen"),
+        "a grid": train(folder / "grid.yaml", folder / "x"),
+        "a job": ["grid", str(config)],
         "reward raises": job("raises", *jsonl(folder, "good.jsonl", "raises_later")),
         "evaluation raises": job("evaluation", *failing, "train.eval_interval=2", "train.save_interval=100"),
         "other shape": job("good", "model.config.hidden_size=64"),
@@ -80,12 +85,15 @@ EXPECTED = {
     "wrong value": "train.lr: Input should be a valid number.*got 'fast'",
     "not yaml": "not.yaml is not valid YAML: .*line 1",
     "no such file": "no such file: .*nothing.yaml",
-    "layout": r"parallel.tensor \* parallel.pipeline = 2 must divide the number of processes, got 1",
+    "layout": "takes 2 processes, .* by torchrun .* 2 -m megatron_rc train .*settings.yaml --set .* parallel.tensor=2$",
     "missing package": r"log.mlflow needs the package mlflow: pip install 'megatron-rc\[mlflow\]'",
-    "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the context of 6 tokens",
-    "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
-    "reward raises": "grading:raises_later.*no such grade",
-    "evaluation raises": "grading:raises_at_the_second_evaluation.*no such grade",
+    "context": "max_new_tokens=4 after a prompt of 4 tokens is longer than the model's context .* of 6",
+    "vocabulary": "the tokenizer of task 'arithmetic' has 16 ids, .* is 8: set model.config.vocab_size=16",
+    "no model": "hf_path='none/Qwen' has no config.json: .*hf download OWNER/Qwen --local-dir none/Qwen.*model.config",
+    "a grid": "this is a grid of jobs: megatron-rc grid .*/grid.yaml",
+    "a job": "this is one job, not a grid: megatron-rc train .*/settings.yaml",
+    "reward raises": "grading.py:raises_later.*no such grade",
+    "evaluation raises": "grading.py:raises_at_the_second_evaluation.*no such grade",
     "other shape": "checkpoint .*good/checkpoints/rl-000003 does not fit this model",
     "not a job": "holds no metrics.jsonl",
     "missing log-prob": "sample 1: the engine returned . log-probs for . tokens",
@@ -109,6 +117,10 @@ def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path
     records = read_metrics(folder / output / "metrics.jsonl")
     assert [r["step"] for r in records if "reward/mean" in r] == list(range(1, steps + 1))
     assert (folder / output / "checkpoints" / f"rl-{steps:06d}" / "state.json").is_file()
+
+
+def test_a_response_without_room_is_found_before_the_warm_up(folder: Path, ended: Any) -> None:
+    assert ended["context"][0] == 2 and not (folder / "context").exists()
 
 
 def test_a_missing_package_is_found_before_anything_is_built_and_a_good_job_ends_with_status_0(

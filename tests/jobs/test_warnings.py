@@ -1,4 +1,4 @@
-"""A job says when its correction drops most of a rollout, and when its clip on pi / mu acts on a fresh one."""
+"""A job says when its correction drops most of a rollout, its clip acts on a fresh one, or no rewards differ."""
 
 import re
 from typing import Any
@@ -21,6 +21,8 @@ CASES = {
     "dropped": ["correction={reject: [{level: token, lower: 1.5}]}", "train.steps=11", "rollout.prompts_per_step=2"],
     "exact sampler": ["correction.old=rollout"],
     "noise": ["correction.old=rollout", "rollout.amplify=0.4"],
+    # a response needs a digit and the stop token
+    "no reward": ["rollout.max_new_tokens=1", "train.steps=11", "rollout.prompts_per_step=2"],
 }
 CLIPPED = {"updates": 1.0, "clip_low": 0.04, "clip_high": 0.03}
 
@@ -45,6 +47,13 @@ def test_a_correction_that_drops_most_of_the_tokens_warns_once_in_ten_rollouts_w
     assert warnings.keys() == {"1", "11"}
     first, length = metrics[0], metrics[0]["old/response_length"]
     assert f"k3 is {first['old/k3']:.3g} nats per token and the mean length {length:.0f} tokens" in warnings["1"]
+
+
+def test_a_job_whose_rewards_are_all_equal_says_once_in_ten_rollouts_that_it_updates_nothing(runs: Any) -> None:
+    said, metrics = runs["no reward"]
+    assert {record["updates"] for record in metrics} == {0.0}
+    warning = r"WARNING, step (\d+): no group had two different rewards \(their mean is 0\), so there was no update"
+    assert re.findall(warning, said) == ["1", "11"] and "no group had" not in runs["noise"][0]
 
 
 def watch(**fields: Any) -> ClipPullWarning:

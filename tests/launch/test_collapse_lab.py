@@ -80,14 +80,15 @@ def test_runs_on_a_users_file_have_its_prompts_and_model_and_a_length_that_is_pr
 ) -> None:
     file = checkout / "my prompts.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": 2}\n')
-    model = str(checkout / "model")
-    (recipe, *options), said = noted(checkout, "--task", str(file), "--model", model, "--stage", "rates", *given)
+    (checkout / "mine.py").touch()
+    model, chosen = str(checkout / "model"), ("--stage", "rates", "--reward", "mine:exact")
+    (recipe, *options), said = noted(checkout, "--task", str(file), "--model", model, *chosen, *given)
     assert Path(recipe) == checkout / "launch/recipes/collapse/rates.yaml"
     grid = grids.load(Path(recipe), assignments=[value for name, value in pairwise(options) if name == "--set"])
     for choices in {tuple(cell.choices.items()) for cell in grids.cells(grid)}:
         job = grids._settings(grids._fields(grid, dict(choices)))
         assert (job.task.kind, job.task.options["path"]) == ("jsonl", str(file))
-        assert job.task.options["reward"] == "megatron_rc.tasks.math_answer:math_answer"
+        assert job.task.options["reward"] == f"{checkout}/mine.py:exact"
         assert (job.model.hf_path, job.warmup.steps, job.rollout.max_new_tokens) == (model, 0, tokens)
     assert f"responses have at most {tokens} tokens (rollout.max_new_tokens); --set" in said
 

@@ -129,7 +129,7 @@ def test_what_a_machine_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyP
     )
     assert refusal("cluster.gpus_per_node=2").startswith(several)
     here = "cluster.nodes=1"
-    assert "model.hf_path=checkpoints/Qwen3-4B has no config.json on this node" in refusal(here)
+    assert "hf download OWNER/Qwen3-4B --local-dir checkpoints/Qwen3-4B" in refusal(here)
     (tmp_path / "checkpoints/Qwen3-4B").mkdir(parents=True)
     (tmp_path / "checkpoints/Qwen3-4B/config.json").write_text(json.dumps(load_yaml(RECIPE)["model"]["config"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from launch_scripts import copy_of_launch, write_script
 
+from megatron_rc.jobs.grid import cells, load
 from megatron_rc.report.log import read_metrics
 
 NAMES = ("exact", "uncorrected", "seq-tis")
@@ -31,7 +32,8 @@ PYTHON = """#!/bin/sh
 # installs nothing; grid ends with $GRID_STATUS, if that is set; launch, which starts two processes, only says so
 case "$*" in
 *"-m pip"*) exit 0 ;;
-*"-m megatron_rc launch"*) echo "launches ${4##*/}" && mkdir -p "$RUN" && touch "$RUN/report.html" && exit 0 ;;
+*"-m megatron_rc launch"*)
+  echo "launches ${4##*/}" && echo "$*" && mkdir -p "$RUN" && touch "$RUN/report.html" && exit 0 ;;
 *"-m megatron_rc grid"*) [ -z "$GRID_STATUS" ] || exit "$GRID_STATUS" ;;
 esac
 exec {python} "$@"
@@ -111,3 +113,22 @@ def test_the_single_run_takes_the_place_of_three_with_a_sentence(
     assert f"launches {recipe}" in said and any(folder in line and "report.html" in line for line in said)
     notes = [line for line in said if line.endswith("this is the single run (--single)")]
     assert len(notes) == bool(sentence) and all(sentence in note for note in notes)
+
+
+def test_another_preset_takes_the_name_of_the_third_run_in_figure_and_report(checkout: Path) -> None:
+    out = checkout / "a & b"
+    chosen = ("--preset", "token-tis", "--set", "train.lr=1e-4", "--set", "loss.advantage=grpo", "--out", str(out))
+    said = quickstart(checkout, *chosen, GRID_STATUS="3", RUN=str(out / "single"))
+    assert any("--set train.lr=1e-4 --set loss.advantage=grpo --set correction=token-tis" in line for line in said)
+    grid = load(out / "quickstart.yaml")
+    assert [cell.choices["run"] for cell in cells(grid)] == ["exact", "uncorrected", "token-tis"]
+    assert grid.axes["run"]["token-tis"] == {"rollout.lag": 16, "correction": "token-tis"}
+    assert grid.comparison and grid.comparison.label(grid.comparison.corrected) == "16 updates old, token-tis"
+    assert grid.comparison.rows == f"{checkout}/benchmarks/collapse/results/quickstart.csv"
+
+
+@pytest.mark.parametrize("refused", ["correction=none", "rollout.lag=4"])
+def test_what_the_three_runs_differ_by_cannot_be_set_for_all(checkout: Path, refused: str) -> None:
+    command = ["bash", str(checkout / "launch/quickstart.sh"), "--set", refused]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and f"the runs differ by {refused.partition('=')[0]}: " in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rc.settings import job
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 from megatron_rc.tasks.math_answer import math_answer
@@ -160,6 +161,7 @@ def test_a_reward_that_fails_names_itself_and_the_line_of_the_prompt(make: Any, 
         ("exact", "reward must be given as module:function, got 'exact'"),
         ("user_rewards:", "reward must be given as module:function"),
         ("no_such_module:f", "reward 'no_such_module:f': importing 'no_such_module' failed: ModuleNotFoundError"),
+        ("no_such_module:f", "; no no_such_module.py lies beside the YAML or the file of task.options.path"),
         ("broken_rewards:f", "reward 'broken_rewards:f': importing 'broken_rewards' failed: SyntaxError"),
         ("user_rewards:f", "reward 'user_rewards:f': module 'user_rewards' has no 'f'"),
         ("user_rewards:number", "reward 'user_rewards:number' must be a function, got int"),
@@ -251,3 +253,17 @@ def test_math_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"math-verify is not installed: pip install 'megatron-rc\[math\]'"):
         math_answer("", "1", "1")
+
+
+def test_an_own_reward_lies_beside_the_yaml_or_else_the_prompts(tmp_path: Path) -> None:
+    """Both folders have a module of the same name; the import path, which children inherit, stays as it is."""
+    for points, name in enumerate(("yaml", "prompts")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_reward.py").write_text(f"def exact(prompt, response, answer): return {points}\n")
+    config, before, given = tmp_path / "yaml/job.yaml", list(sys.path), []
+    options = {"path": f"{tmp_path}/prompts/train.jsonl", "reward": "own_reward:exact"}
+    config.write_text(json.dumps({"task": {"kind": "jsonl", "options": options}}))
+    for _ in range(2):
+        given.append(load_reward(job.load(config).task.options["reward"])("", "", ""))
+        (tmp_path / "yaml/own_reward.py").unlink(missing_ok=True)
+    assert given == [0, 1] and sys.path == before

@@ -1,0 +1,23 @@
+"""Every symptom of docs/symptoms.md names a page and a command that megatron-rc understands."""
+
+import re
+import shlex
+from pathlib import Path
+
+import typer
+
+from megatron_rc.cli import app
+from megatron_rc.settings import job
+
+ROWS = re.findall(r"^\| (.+) \| (.+) \| `(.+)` \|$", (Path(__file__).parents[2] / "docs/symptoms.md").read_text(), re.M)
+
+
+def test_every_symptom_has_a_page_and_a_command_whose_options_and_settings_exist() -> None:
+    assert len(ROWS) >= 15 and all("](" in place for _, place, _ in ROWS)
+    commands = [shlex.split(command.replace("-m megatron_rc", "megatron-rc")) for _, _, command in ROWS]
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    ours = [words[words.index("megatron-rc") + 1 :] for words in commands if "megatron-rc" in words]
+    assert len(ours) >= 20
+    for verb, *words in ours:
+        given = verbs[verb].make_context(verb, list(words)).params
+        job.load("name: run", given.get("assignments") or [])
