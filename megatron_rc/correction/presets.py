@@ -43,7 +43,7 @@ METHODS: dict[str, Method] = {
     ),
     "geo-mask": Method(
         {"reject": (_geometric_gate(0.999, 1.001),)},
-        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens (docs/moe.md)",
+        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens",
     ),
     "geo-mask-token-tis": Method(
         {"weight": _TOKEN_TIS, "reject": (_geometric_gate(0.999, 1.001),)},

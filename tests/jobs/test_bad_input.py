@@ -81,7 +81,7 @@ EXPECTED = {
     "not yaml": "not.yaml is not valid YAML: .*line 1",
     "no such file": "no such file: .*nothing.yaml",
     "layout": r"parallel.tensor \* parallel.pipeline = 2 must divide the number of processes, got 1",
-    "missing package": r"log.mlflow needs the package mlflow: pip install 'megatron-rc\[mlflow\]'",
+    "missing package": r"log.mlflow needs the package mlflow: .* -e '.\[mlflow\]'",
     "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the context of 6 tokens",
     "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
     "reward raises": "grading:raises_later.*no such grade",
