@@ -133,18 +133,3 @@ def test_a_system_that_is_not_linux_is_told_what_works(words: str, monkeypatch: 
     monkeypatch.setattr(sys, "platform", "darwin")
     ended = run(*words.split())
     assert ended.is_refusal(f"megatron-rc {words.split()[0]} needs Linux; on this system analyze, demo,"), ended
-
-
-def test_what_is_said_to_work_there_needs_nothing_that_linux_alone_has(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "rl", "reward/mean": 0.5}\n')
-    code = f"""if True:
-        import sys
-        sys.modules |= dict.fromkeys(("fcntl", "resource", "torch"))
-        from megatron_rc.cli import app
-        for words in (["demo"], ["explain", "RC303"], ["doctor"], ["report", {str(tmp_path)!r}], ["settings"]):
-            try:
-                app(words)
-            except SystemExit as ended:
-                assert not ended.code, words"""
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0 and "report.html" in done.stdout, done.stderr

@@ -16,6 +16,9 @@ FEWEST = 24
 MEMORY = (2, 6, 15)
 """Order of the autoregression: minimum, maximum, and steps of the series per unit of order."""
 
+ROUNDING = 1e-12
+"""Residuals below this share of a series' range are rounding of the fit."""
+
 
 class LeadLag(NamedTuple):
     """How the surprises of log k3 correlate with those of another series. A correlation names no cause."""
@@ -71,6 +74,8 @@ def _surprises(values: Floats, memory: int) -> Floats:
     before = [values[memory - lag : n - lag] for lag in range(1, memory + 1)]
     predictors = np.stack([np.ones(n - memory), np.linspace(-1, 1, n - memory), *before], axis=1)
     rest: Floats = values[memory:] - predictors @ np.linalg.lstsq(predictors, values[memory:], rcond=None)[0]
+    # ranks would make values of what is rounding alone, where a series is predicted exactly
+    rest[np.abs(rest) < ROUNDING * np.ptp(values)] = 0.0
     return rest
 
 
