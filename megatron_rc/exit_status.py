@@ -20,10 +20,7 @@ class ExitStatus(IntEnum):
     DEFECT = 1, "A defect of megatron-rc, or of the script that `patch` runs: Python's traceback shows where."
     REFUSED = 2, "An option, a setting or a file is wrong, or a package is missing; one sentence on stderr says which."
     UNFINISHED = 3, "`grid` stopped because its time is not enough; the same command continues."
-    WRONG = (
-        4,
-        "The check says no: a condition of `analyze --require` does not hold, or `doctor` found errors.",
-    )
+    WRONG = 4, "The check says no: a condition of `--require` does not hold, or `doctor` found errors."
     INTERRUPTED = 130, "Ctrl-C."
     READER_LEFT = 141, "The program that read the output has ended, as `head` does."
 
