@@ -185,6 +185,7 @@ def test_a_terminal_shows_bars_and_the_latest_values() -> None:
         shown.step(400, {"phase": "warmup", "cross_entropy": 2.0, "grad_norm": 900.0})
         shown.step(2, {"reward/mean": 0.25})
         shown.step(3, STEP)
+        shown._live.refresh()
         shown.message("a message of [bold]two[/] words")
         raise RuntimeError("stop here")
     text = out.getvalue()
