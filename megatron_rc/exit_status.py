@@ -31,7 +31,8 @@ def end_without_reader(ended: SystemExit) -> None:
     rich and typer turn a broken pipe into status 1; typer does so for every pipe, and so hides that of a worker.
     """
     error, output = ended.__context__, sys.__stdout__
-    assert output is not None
+    if output is None:  # as under `>&-`
+        return
     try:
         output.flush()
     except BrokenPipeError as late:
