@@ -9,33 +9,55 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from megatron_rc import versions
+from megatron_rc import __version__, versions
 from megatron_rc.analyze import commands as analyze_commands
+from megatron_rc.doctor.commands import SHOWN, doctor, known_hosts
+from megatron_rc.exit_status import ExitStatus, end_without_reader
 from megatron_rc.files import is_full
 from megatron_rc.launch import commands
 from megatron_rc.learning_rate.rule import RULES
 
-HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
-"""The names in integrations.hosts, which --help need not import; a test compares both."""
+_EPILOG = ["Exit statuses:", *(f"{status.value}  {status.meaning}" for status in ExitStatus)]
+if versions.REPOSITORY:
+    _EPILOG.append(f"Documentation{versions.link('docs/index.md')}")
+
+
+class Verbs(TyperGroup):
+    """The verbs, whose help shows no type next to a flag that takes no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        _without_types_of_flags(command.get_params(ctx) if command else ())
+        return command
+
+
+def _without_types_of_flags(options: Any) -> Any:
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
 app = typer.Typer(
+    cls=Verbs,
     help="Rollout correction for Megatron.",
+    epilog="\n\n".join(_EPILOG),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-EXIT_USER_ERROR = 2  # as typer and argparse end for a wrong option
-EXIT_INTERRUPTED = 130  # as a shell says that Ctrl-C ended a command
-EXIT_TOO_SLOW = 3  # tells a script that budget or patience ended: the same command goes on
-
 
 def main() -> None:
-    """Run a command; an error that the user can fix is one sentence on stderr, with exit status 2."""
+    """Run a command; an error that the user can fix is one sentence on stderr."""
     try:
         with versions.needed_by(" ".join(("megatron-rc", *sys.argv[1:2]))):
             app()
@@ -44,19 +66,43 @@ def main() -> None:
             raise
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron-rc: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(ExitStatus.REFUSED)
     except Exception as error:
         if os.environ.get("MEGATRON_RC_TRACEBACK") or not is_full(error):
             raise
         where = f" of {error.filename}" if isinstance(error, OSError) and error.filename else ""
         said = f"the disk{where} is full: make room, and the same command goes on from the newest checkpoint"
         print(f"megatron-rc: error: {said}", file=sys.stderr, flush=True)  # by the process that wanted to write
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(ExitStatus.REFUSED)
+    except SystemExit as ended:
+        end_without_reader(ended)
+        raise
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatron-rc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def megatron_rc(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _presets() -> list[str]:
+    from megatron_rc.correction.settings import PRESETS
+
+    return [*PRESETS]
 
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML with the fields of JobSettings; docs/settings.md lists them.")],
+    config: Annotated[Path, typer.Argument(help="YAML of a training job; `megatron-rc settings` lists its fields.")],
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as train.steps=20.")
     ] = [],  # noqa: B006 - typer reads the default
@@ -69,6 +115,7 @@ def train(
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
+    versions.check_linux("megatron-rc train")
     from megatron_rc.jobs import run
     from megatron_rc.jobs.folder import interrupted
     from megatron_rc.models.layout import fewest_processes
@@ -84,7 +131,7 @@ def train(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron-rc: stopped; {_same_command()} {interrupted(Path(settings.output))}", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(ExitStatus.INTERRUPTED) from None
 
 
 def _same_command() -> str:
@@ -103,7 +150,9 @@ def patch(
         Path | None, typer.Argument(help="Training script of the host, such as train_rl.py; none for slime and miles.")
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
-    rc_preset: Annotated[str | None, typer.Option(help="Correction preset, instead of the YAML's.")] = None,
+    rc_preset: Annotated[
+        str | None, typer.Option(help="Correction preset, instead of the YAML's.", autocompletion=_presets)
+    ] = None,
     rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` or `lr_rule:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
@@ -112,10 +161,14 @@ def patch(
         str | None, typer.Option(help=f"Learning-rate rule, instead of the YAML's: {_RULES}.")
     ] = None,
     rc_host: Annotated[
-        str, typer.Option(help=f"Codebase to patch: {HOSTS}, or auto, the only one that Python can import.")
+        str,
+        typer.Option(
+            help=f"Codebase to patch: {SHOWN}, or auto, the only one that Python can import.",
+            autocompletion=known_hosts,
+        ),
     ] = "auto",
 ) -> None:
-    """Run the training script of another codebase with rollout correction patched into it; docs/hosts/.
+    """Run the training script of another codebase with rollout correction patched into it.
 
     torchrun --nproc_per_node 8 -m megatron_rc patch --rc-preset none train_rl.py FLAGS
 
@@ -130,6 +183,7 @@ def patch(
         run_script(script, arguments, settings, host=rc_host)
 
 
+app.command()(analyze_commands.demo)
 app.command()(analyze_commands.analyze)
 app.command()(analyze_commands.explain)
 app.command()(commands.plan)
@@ -140,9 +194,13 @@ app.command(context_settings={"ignore_unknown_options": True})(commands.serve)
 @app.command()
 def grid(
     configs: Annotated[
-        list[Path], typer.Argument(metavar="YAML...", help="Grids, run in this order; docs/moe.md explains one.")
+        list[Path],
+        typer.Argument(metavar="YAML...", help="Grids: jobs with axes of choices, run in this order."),
     ],
-    only: Annotated[list[str], typer.Option(metavar="AXIS=CHOICE,...", help="Run only these choices.")] = [],  # noqa: B006
+    only: Annotated[
+        list[str],
+        typer.Option(metavar="AXIS=CHOICE,...", help="Run only these choices: a=1,2,b=3."),
+    ] = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds in place of the YAML's, such as 1,2,3.")] = "",
     output: Annotated[
         str, typer.Option(help="Folder in place of the YAML's; of several YAMLs, each has one of its name in it.")
@@ -171,6 +229,7 @@ def grid(
 
     Resumes: finished cells of these settings stay. The same command in a second terminal takes a share of the cells.
     """
+    versions.check_linux("megatron-rc grid")
     from megatron_rc.jobs.run import quiet_imports
 
     quiet_imports()
@@ -182,7 +241,7 @@ def grid(
     if warm:
         print(*dict.fromkeys(path for settings in chosen for path in grids.warm(settings)), sep="\n")
     else:
-        choices = {axis: names.split(",") for axis, _, names in (word.partition("=") for word in only)}
+        choices = grids.choices_of(only)
         try:
             budget = Budget(budget_minutes)
             grids.run_and_write_all(
@@ -191,7 +250,7 @@ def grid(
             )  # fmt: skip
         except TooSlow as slow:
             print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)
-            raise typer.Exit(EXIT_TOO_SLOW) from None
+            raise typer.Exit(ExitStatus.UNFINISHED) from None
 
 
 @app.command()
@@ -246,68 +305,10 @@ def report(
 def wandb_view(
     project: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Project on Weights & Biases.")],
 ) -> None:
-    """Save the panels of report.html as a view of a Weights & Biases project; docs/dashboards.md."""
+    """Save the panels of report.html as a view of a Weights & Biases project."""
     from megatron_rc.report.wandb_layout import save_wandb_view
 
     print(save_wandb_view(project))
 
 
-@app.command()
-def doctor(
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of the --host, after --.")
-    ] = None,
-    sglang: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="An SGLang server or sglang-router; may be repeated.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML of the job; names the servers, too.")] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the YAML; repeatable.")
-    ] = None,
-    hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"Codebase to be patched: {HOSTS}, or auto.")
-    ] = None,
-    flags_file: Annotated[
-        Path | None, typer.Option(help="File with the --host's flags, or the script that starts it.")
-    ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Also let servers and trainer score the same tokens: minutes of a server.")
-    ] = False,
-    syncs: Annotated[
-        int,
-        typer.Option(min=0, help="With --probe: send the trainer's weights so often, unchanged; the gap must stay."),
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 60.0,
-) -> None:
-    """Compare live rollout servers with the trainer, and codebases with what patch knows: every known trap and its fix.
-
-    Servers: --sglang URL or --config. Codebases: --host NAME, then -- and the flags of its script; with neither, this
-    Python and every codebase that is known. Nothing of a codebase is imported.
-
-    Exit status: 0 nothing wrong (warnings allowed), 1 errors found, 2 a server or a setting could not be read.
-    """
-    from rich.console import Console
-
-    from megatron_rc.doctor import display
-    from megatron_rc.doctor.host.environment import examine_hosts
-    from megatron_rc.doctor.registry import Finding, worst
-
-    asks_servers = bool(sglang or config or hf_path or probe or syncs)
-    found: dict[str, list[Finding]] = {}
-    if asks_servers:
-        with versions.needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
-            from megatron_rc.doctor.server.examine import examine_servers
-
-            found = examine_servers(sglang, config, hf_path, timeout, assignments or (), probe=probe, syncs=syncs)
-    if host or flags or flags_file or not asks_servers:
-        found |= examine_hosts(host or (), flags or (), flags_file)
-    if as_json:
-        print(display.to_json(found))
-    else:
-        console = Console(highlight=False)
-        for subject, findings in found.items():
-            display.show(subject, findings, console=console)
-    if any(worst(findings) == "error" for findings in found.values()):
-        raise typer.Exit(1)
+app.command()(doctor)

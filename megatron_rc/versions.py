@@ -1,7 +1,11 @@
-"""The packages that this one runs with: which releases it supports, which is installed, which extra brings them."""
+"""The packages that this one runs with: which releases it supports, which is installed, which extra brings them.
+
+Also where this package itself comes from.
+"""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +46,22 @@ def is_older(version: str, than: str) -> bool:
 def is_release(version: str | None, known: tuple[str, ...]) -> bool:
     """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
     return version is not None and any((version + ".").startswith(f"{one}.") for one in known)
+
+
+REPOSITORY = ""
+"""Address of this repository, such as https://github.com/OWNER/NAME; while it is empty, no metadata, help or error
+shows a link."""
+
+
+def link(path: str) -> str:
+    """The address of a page of the repository in brackets, for the end of a sentence; empty without `REPOSITORY`."""
+    return f" ({REPOSITORY}/blob/main/{path})" if REPOSITORY else ""
+
+
+def installing(extra: str) -> str:
+    """What to run for an extra, as the end of an error; no index has this package."""
+    command = f"pip install -c constraints-cpu.txt -e '.[{extra}]'"
+    return f"in a checkout of {REPOSITORY or 'megatron-rc'}, run {command} (with a GPU, -c constraints-gpu.txt)"
 
 
 PYTHON = Range("3.11", "3.13")
@@ -109,6 +129,12 @@ def matrix() -> Iterator[tuple[str, ...]]:
         python = Range(PYTHON_OF_MEGATRON_TRAINING, PYTHON.newest) if core in MEGATRON_TRAINING else PYTHON
         patches = ("yes" if core in known else "no" for known in (MEGATRON_TRAINING, MEGATRON_LM))
         yield (core, str(python), f"{TRITON.oldest} or newer", str(SGLANG), "yes", *patches)
+
+
+def check_linux(what: str) -> None:
+    """Refuse what only Linux runs."""
+    if sys.platform != "linux":
+        raise ValueError(f"{what} needs Linux; on this system analyze, demo, explain, doctor, report and settings work")
 
 
 def check_core(found: str | None) -> None:
@@ -196,5 +222,5 @@ def needed_by(what: str) -> Iterator[None]:
         package = (missing.name or "").partition(".")[0]
         for extra, modules in MODULES_OF_EXTRA.items():
             if package in modules:
-                raise MissingExtra(f"{what} needs {package}: pip install 'megatron-rc[{extra}]'") from None
+                raise MissingExtra(f"{what} needs {package}: {installing(extra)}") from None
         raise

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rc.analyze import columns, conditions, terminal
+from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
@@ -89,7 +90,7 @@ def report(dump: str, host: str) -> str:
     terminal.show(diagnosis, console=console, host=host)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
-    return "\n".join(["```text", command, *lines, "analysis.html", "```"])
+    return "\n".join(["```text", command, *lines, PAGE_LINE.format("analysis.html"), "```"])
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {

@@ -1,23 +1,50 @@
-"""The commands `megatron-rc analyze` and `megatron-rc explain`."""
+"""The commands `megatron-rc analyze`, `megatron-rc demo` and `megatron-rc explain`."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from megatron_rc.exit_status import ExitStatus
+
 CODES = "Codes such as RC203, between commas."
+PAGE_LINE = "Pictures and all numbers, for a browser: {}"
+"""The last line of a report."""
+DEMO = Path(__file__).with_name("demo")
+"""A sick and a healthy dump; their README says what they are."""
+
+
+def rule_codes() -> list[str]:
+    """For completion: the codes of all rules, without an import of any."""
+    return sorted(page.stem.upper() for page in Path(__file__).with_name("rules").glob("rc*.md"))
+
+
+def _hosts() -> list[str]:
+    from megatron_rc.analyze.rules.rule import HOSTS
+
+    return [*HOSTS]
+
+
+def _formats() -> list[str]:
+    from megatron_rc.analyze.readers import FORMATS
+
+    return [*FORMATS]
 
 
 def analyze(
-    dump: Annotated[Path, typer.Argument(help="Dump of rollouts: a file, or a folder of them; docs/analyze.md.")],
+    dump: Annotated[Path, typer.Argument(help="Dump of rollouts: a file, or a folder of them.")],
     dump_format: Annotated[
         str,
         typer.Option(
-            "--format", metavar="NAME", help="Format of the dump, where its content is ambiguous; docs/formats.md."
+            "--format",
+            metavar="NAME",
+            help="Format of the dump, where its content is ambiguous.",
+            autocompletion=_formats,
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
@@ -29,9 +56,16 @@ def analyze(
     ] = "text",
     gate: Annotated[str, typer.Option(hidden=True)] = "",
     gate_format: Annotated[str, typer.Option(hidden=True)] = "",
-    select: Annotated[str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}")] = "",
-    ignore: Annotated[str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}")] = "",
-    host: Annotated[str, typer.Option(help="Print the fixes for this codebase, such as verl.")] = "",
+    select: Annotated[
+        str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}", autocompletion=rule_codes)
+    ] = "",
+    ignore: Annotated[
+        str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}", autocompletion=rule_codes)
+    ] = "",
+    host: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Print the fixes for this codebase, such as verl.", autocompletion=_hosts),
+    ] = "",
     html: Annotated[
         Path, typer.Option(metavar="FILE", help="The page with all pictures; offline, it loads nothing.")
     ] = Path("analysis.html"),
@@ -52,7 +86,7 @@ def analyze(
 ) -> None:
     """Say from a dump of rollouts whether the gap is a bug or numerics, whose it is, and what to do.
 
-    Exit status: 0 analyzed, 1 a condition of --require does not hold, 2 the dump or an option could not be read.
+    Exit status: 0 analyzed, 4 a condition of --require does not hold, 2 the dump or an option could not be read.
     """
     if gate or gate_format:
         raise ValueError("--gate and --gate-format are called --require and --require-format; give these instead")
@@ -61,22 +95,26 @@ def analyze(
     from megatron_rc.analyze import conditions, output, terminal
     from megatron_rc.analyze.diagnosis import diagnose_dump
     from megatron_rc.analyze.pages import html as pages
+    from megatron_rc.analyze.rules import check_code
 
+    # what is wrong with an option is said before a large dump is read
     if not no_html:
         pages.refuse_foreign(html)
-    terminal.check_host(host)
+    host = terminal.host_named(host)
+    required = conditions.read(require) if require else []
+    selected, ignored = _codes(select), _codes(ignore)
+    for code in (*selected, *ignored):
+        check_code(code)
     shown = Console(highlight=False)
     with _progress_bar(dump) as progress:
-        diagnosis = diagnose_dump(
-            dump, format=dump_format or None, select=_codes(select), ignore=_codes(ignore), progress=progress
-        )
+        diagnosis = diagnose_dump(dump, format=dump_format or None, select=selected, ignore=ignored, progress=progress)
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif require_format == "text":
         terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
-    outcomes = conditions.check(diagnosis, require) if require else []
+    outcomes = [condition.check(diagnosis) for condition in required]
     if require and require_format == "junit":
         print(output.junit(outcomes))
     elif require and require_format == "github":
@@ -88,9 +126,9 @@ def analyze(
     if not no_html:
         path = pages.write(diagnosis, html, share=share, what_if=bool(what_if))
         # the program that reads JSON or annotations finds nothing else on standard output
-        print(path, file=sys.stderr if as_json or require_format != "text" else sys.stdout)
+        print(PAGE_LINE.format(path), file=sys.stderr if as_json or require_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.WRONG)
 
 
 def _codes(text: str) -> list[str]:
@@ -112,7 +150,30 @@ def _progress_bar(dump: Path) -> Iterator[Callable[[int], None]]:
         yield partial(progress.advance, task)
 
 
-def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC203.")]) -> None:
+def demo() -> None:
+    """Analyze a sick and a healthy dump that come with this package, and say what to try next; writes no file."""
+    from rich.console import Console
+
+    from megatron_rc.analyze import terminal
+    from megatron_rc.analyze.diagnosis import diagnose_dump
+
+    console = Console(highlight=False)
+    for name in ("sick", "healthy"):
+        terminal.show(replace(diagnose_dump(DEMO / f"{name}.parquet"), source=f"The {name} dump"), console=console)
+        console.print()
+    following = {
+        "megatron-rc explain RC102": "what is wrong with the sick dump, what else looks like it, and the fixes",
+        f"megatron-rc analyze {DEMO / 'sick.parquet'}": "the same report, and a page with pictures",
+        "megatron-rc analyze YOUR_DUMP": f"a file or folder of yours: {', '.join(_formats())}",
+    }
+    print("Try next:", *(f"  {command}\n      {why}" for command, why in following.items()), sep="\n")
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(help="Code of a rule, such as RC203; none lists them.", autocompletion=rule_codes)
+    ] = None,
+) -> None:
     """Print the page of a rule: what it means, how it is decided, what else looks like it, and the fixes."""
     from rich.console import Console
     from rich.markdown import Markdown
@@ -120,6 +181,9 @@ def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC
     from megatron_rc.analyze.rules import check_code
     from megatron_rc.analyze.rules.rule import Page
 
+    if code is None:
+        print(*(f"{known}  {Page(known).title}" for known in rule_codes()), sep="\n")
+        return
     check_code(code.upper())
     console, text = Console(highlight=False), Page(code.upper()).text
     if console.is_terminal:

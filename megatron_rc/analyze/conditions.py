@@ -49,40 +49,56 @@ class Outcome:
     """What was measured."""
 
 
-def check(diagnosis: Diagnosis, require: str) -> list[Outcome]:
-    """Whether each condition holds; ValueError for one that cannot be read or that these data do not have.
+@dataclass(frozen=True)
+class Condition:
+    text: str
+    name: str
+    """A key of NUMBERS, or how the codes of rules begin."""
+    sign: str
+    value: str
 
-    ``require``: conditions separated by commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
-    undecided answers of the rules whose codes begin with RC2, ``RC=none`` those of all rules.
+    def check(self, diagnosis: Diagnosis) -> Outcome:
+        """Whether it holds; ValueError for a number that these data do not have."""
+        name, sign, value = self.name, self.sign, self.value
+        if name not in NUMBERS:
+            wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
+            seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
+            return Outcome(self.text, not wrong, seen or f"no rule {name}* found a bug")
+        measured = NUMBERS[name].of(diagnosis)
+        if measured is None:
+            raise ValueError(f"--require: {name} needs the column entropy, which the dump does not have")
+        # a number that could not be computed is NaN, and fails every condition
+        holds = bool(COMPARISONS[sign](measured, float(value)))
+        return Outcome(self.text, holds, f"{name} is {measured:.4g}, wanted {sign}{value}")
+
+
+def read(require: str) -> list[Condition]:
+    """Conditions separated by commas; ValueError for one that cannot be read.
+
+    ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and undecided answers of the rules whose codes
+    begin with RC2, ``RC=none`` those of all rules.
     """
     conditions = [part.strip() for part in require.split(",") if part.strip()]
     if not conditions:
         raise ValueError("--require has no condition; an example is 'k3<1e-3, RC2=none'")
-    return [_outcome(diagnosis, condition) for condition in conditions]
+    return [_condition(text) for text in conditions]
 
 
-def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
-    match = _CONDITION.fullmatch(condition)
+def _condition(text: str) -> Condition:
+    match = _CONDITION.fullmatch(text)
     if match is None:
-        raise ValueError(f"--require: {condition!r} is no condition; examples are 'k3<1e-3' and 'RC2=none'")
+        raise ValueError(f"--require: {text!r} is no condition; examples are 'k3<1e-3' and 'RC2=none'")
     name, sign, value = match["name"], match["sign"], match["value"]
     if name.startswith("RC"):
         if sign != "=" or value != "none":
-            raise ValueError(f"--require: {condition!r} must be {name}=none")
-        wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
-        seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
-        return Outcome(condition, not wrong, seen or f"no rule {name}* found a bug")
+            raise ValueError(f"--require: {text!r} must be {name}=none")
+        return Condition(text, name, sign, value)
     if name not in NUMBERS:
         raise ValueError(f"--require: unknown number {name!r}; known: {', '.join(NUMBERS)}, and codes such as RC2")
     if sign not in COMPARISONS:
-        raise ValueError(f"--require: {condition!r} must compare with one of {', '.join(COMPARISONS)}")
+        raise ValueError(f"--require: {text!r} must compare with one of {', '.join(COMPARISONS)}")
     try:
-        bound = float(value)
+        float(value)
     except ValueError:
-        raise ValueError(f"--require: {value!r} in {condition!r} is not a number") from None
-    measured = NUMBERS[name].of(diagnosis)
-    if measured is None:
-        raise ValueError(f"--require: {name} needs the column entropy, which the dump does not have")
-    # a number that could not be computed is NaN, and fails every condition
-    holds = bool(COMPARISONS[sign](measured, bound))
-    return Outcome(condition, holds, f"{name} is {measured:.4g}, wanted {sign}{value}")
+        raise ValueError(f"--require: {value!r} in {text!r} is not a number") from None
+    return Condition(text, name, sign, value)

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,17 @@ class Diagnosis:
     corrupt: CorruptRows
     ignored: list[str]
     """One sentence for each kind of file at the path that was not read."""
+
+    def __str__(self) -> str:
+        """The report that `megatron-rc analyze` prints."""
+        return str(_view("terminal").text(self))
+
+    def __repr__(self) -> str:
+        return f"<Diagnosis of {self.source}: {self.level}; print it>"
+
+    def _repr_html_(self) -> str:
+        """The page that `megatron-rc analyze` writes, in a notebook."""
+        return str(_view("pages.html").framed(self))
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -174,6 +186,11 @@ def diagnosis_of(
         gathering.add(chunk)
     evidence = gathering.evidence(logged)
     return Diagnosis(source, format, evidence, judge(evidence, select=select, ignore=ignore), corrupt, [*ignored])
+
+
+def _view(name: str) -> ModuleType:
+    """The module that shows a diagnosis; it imports this one, so it is loaded when something is shown."""
+    return import_module(f"{__package__}.{name}")
 
 
 def _array(values: Any) -> np.ndarray:

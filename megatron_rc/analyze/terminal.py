@@ -1,5 +1,6 @@
 """The summary of a diagnosis on one screen."""
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 from megatron_rc.analyze import report_text
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.readers import FORMATS
 from megatron_rc.analyze.rules.rule import DOUBTS, HOSTS, Level
 from megatron_rc.analyze.statistics.what_if import Missing
 
@@ -20,6 +22,8 @@ STYLES = {
     Level.LAG: "bold blue",
     Level.NUMERICS: "bold green",
 }
+WIDTH = 110
+"""Characters of a line where nobody says how wide the screen is."""
 INDENT = (0, 0, 0, 2)
 """Padding of what belongs to a verdict: top, right, bottom, left."""
 TOP_FACTORS = 3
@@ -32,14 +36,28 @@ BAR = 20
 """Characters of a bar of 100 %."""
 
 
-def check_host(host: str) -> None:
-    """Raise ValueError for a codebase that the pages of the rules do not know."""
-    if host and host not in HOSTS:
-        raise ValueError(f"--host: unknown codebase {host!r}; known: {', '.join(HOSTS)}")
+def host_named(name: str) -> str:
+    """A codebase as the pages of the rules call it, however its letters are written.
+
+    Raises ValueError for one that they do not know.
+    """
+    names = {host.lower(): host for host in ("", *HOSTS)}
+    if name.lower() in names:
+        return names[name.lower()]
+    problem = f"dumps of {name} are read, but no fixes are written for it" if name in FORMATS else ""
+    raise ValueError(f"--host: {problem or f'unknown codebase {name!r}'}; known: {', '.join(HOSTS)}")
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """The report, without colours."""
+    file = io.StringIO()
+    # in a notebook rich would write into the cell
+    show(diagnosis, console=Console(file=file, width=WIDTH, color_system=None, force_jupyter=False, highlight=False))
+    return file.getvalue().rstrip()
 
 
 def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool = False) -> None:
-    """Print a diagnosis, 40 lines at most on 110 columns.
+    """Print a diagnosis, 40 lines at most on `WIDTH` columns.
 
     ``host``: print the fixes for this codebase, too. ``share``: leave out the path, and sentences that may name servers
     and ids.

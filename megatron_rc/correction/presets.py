@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "geo-mask": (
         {"reject": (_geometric_gate(0.999, 1.001),)},
-        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens (docs/moe.md)",
+        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens",
     ),
     "geo-mask-token-tis": (
         {"weight": _TOKEN_TIS, "reject": (_geometric_gate(0.999, 1.001),)},

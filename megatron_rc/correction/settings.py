@@ -32,7 +32,7 @@ class RolloutCorrection:
     old: Old = "recompute"
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
     optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself, for engines that agree
-    up to rounding: its clip pulls pi towards mu (docs/methods.md, Two policies)."""
+    up to rounding: its clip pulls pi towards mu."""
     log_ratio_bound: float = 20.0
     """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
     max_k3: float | None = None

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_rc.versions import link
+
 if TYPE_CHECKING:
     from megatron_rc.correction.settings import RolloutCorrection
 
@@ -148,5 +150,5 @@ class ClipPullWarning:
         return (
             f"the clip acts on {clipped:.0%} of the tokens of fresh rollouts (clip_low + clip_high): with "
             "correction.old: rollout it pulls the policy towards the sampler, without end where that is off at every "
-            "sync; correction.old: recompute with the preset seq-tis does not (docs/methods.md, Two policies)"
+            f"sync; correction.old: recompute with the preset seq-tis does not{link('docs/methods.md#two-policies')}"
         )

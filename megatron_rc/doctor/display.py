@@ -9,14 +9,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rc.doctor.registry import Finding
+from megatron_rc.doctor.registry import Finding, worst
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
 ORDER = tuple(STYLES)
+MOST_NAMES = 3
+"""Checks that say the same and are named one by one; of more, only their number is printed."""
+LINE = 150
+"""Characters of the line about the checks that passed, which names what they found where that fits."""
 
 
-def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None:
-    """Print mismatches of a subject, gravest first, then undecided checks, then good ones.
+def show_all(found: Mapping[str, Sequence[Finding]], *, console: Console, passed: bool = False) -> None:
+    """Print the findings of every subject, those with errors first."""
+    for subject, findings in sorted(found.items(), key=lambda one: worst(one[1]) != "error"):
+        show(subject, findings, console=console, passed=passed)
+
+
+def show(subject: str, findings: Sequence[Finding], *, console: Console, passed: bool = False) -> None:
+    """Print mismatches of a subject, gravest first, then undecided checks, then one line about those that passed.
+
+    ``passed``: print each of those, too.
 
     A terminal gets a table, anything else one or two plain lines per finding.
     """
@@ -24,20 +36,25 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
     decided = sorted((f for f in findings if f.decided and f.status != "good"), key=lambda f: ORDER.index(f.status))
     missing = sorted((f for f in findings if not f.decided), key=lambda f: (f.found, f.fix))
     undecided = [replace(f, found=f"not decided: {f.found}") for f in _joined(missing)]
-    good = _joined(f for f in findings if f.status == "good")
-    if console.is_terminal:
-        console.print(_table([*decided, *undecided, *good]))
-        return
-    for finding in (*decided, *undecided, *good):
+    good = [finding for finding in findings if finding.status == "good"]
+    shown = [*decided, *undecided, *(_joined(good) if passed else ())]
+    if console.is_terminal and shown:
+        console.print(_table(shown))
+    for finding in () if console.is_terminal else shown:
         console.print(f"{finding.status:<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
         if finding.fix:
             console.print(f"{'':<8}fix: {finding.fix}", markup=False, soft_wrap=True)
+    if good and not passed:
+        line = f"{len(good)} check{'s' * (len(good) > 1)} passed"
+        named = f"{line}: {'; '.join(finding.found for finding in good)}"
+        console.print(named if len(named) <= LINE else line, style=STYLES["good"], markup=False, soft_wrap=True)
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for neighbours that say the same, with the names of all their checks."""
+    """One finding for neighbours that say the same, with the names of their checks, or their number."""
     groups = [list(same) for _, same in groupby(findings, lambda f: (f.found, f.fix))]
-    return [replace(same[0], check=", ".join(f.check for f in same)) for same in groups]
+    names = [", ".join(f.check for f in same) if len(same) <= MOST_NAMES else f"{len(same)} checks" for same in groups]
+    return [replace(same[0], check=name) for name, same in zip(names, groups, strict=True)]
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -60,6 +60,23 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
     return list(out.values())
 
 
+def choices_of(words: Sequence[str]) -> dict[str, list[str]]:
+    """The names of choices by axis in words such as "correction=none,icepop,precision=bf16", of --only.
+
+    Raises ValueError where a name has no axis before it.
+    """
+    choices: dict[str, list[str]] = {}
+    for word in words:
+        axis = ""
+        for part in word.split(","):
+            before, equals, after = part.partition("=")
+            axis = before if equals else axis
+            if not axis:
+                raise ValueError(f"--only takes AXIS=CHOICE,..., got {word!r}")
+            choices.setdefault(axis, []).append(after if equals else part)
+    return choices
+
+
 def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
     """The finished cells in the folder of a grid, of all its choices and of every seed that ever ran there.
 

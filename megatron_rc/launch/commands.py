@@ -7,18 +7,20 @@ from typing import Annotated
 
 import typer
 
-Recipe = Annotated[Path, typer.Argument(help="YAML of a training job; docs/settings.md lists its fields.")]
+from megatron_rc.versions import check_linux, link
+
+Recipe = Annotated[Path, typer.Argument(help="YAML of a training job; `megatron-rc settings` lists its fields.")]
 Assignments = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as train.steps=20; repeatable.")
 ]
 
+LAUNCHING = link("docs/launch.md")
+
 
 def _gone(value: list[str]) -> None:
     if value:
-        raise ValueError(
-            "megatron-rc starts one machine and takes no addresses of others; launch/train.sbatch and "
-            "launch/train_sglang.sbatch start several under Slurm, which knows their addresses (docs/launch.md)"
-        )
+        where = "the repository's launch/train.sbatch and launch/train_sglang.sbatch start several under Slurm"
+        raise ValueError(f"megatron-rc starts one machine and takes no addresses of others; {where}{LAUNCHING}")
 
 
 OtherMachines = Annotated[
@@ -68,9 +70,10 @@ def launch(
 ) -> None:
     """Start a job on this machine: its SGLang servers and its trainer processes, which end together.
 
-    The first GPUs train, the last ones serve. Several machines are started by Slurm with the templates
-    launch/train.sbatch and launch/train_sglang.sbatch; docs/launch.md.
+    The first GPUs train, the last ones serve. Several machines are started by Slurm with the repository's templates
+    launch/train.sbatch and launch/train_sglang.sbatch.
     """
+    check_linux("megatron-rc launch")
     from megatron_rc.launch import launch as launching
     from megatron_rc.launch.layout import Options
 
@@ -122,6 +125,7 @@ def serve(
 
     megatron-rc serve stop [--port N] [--log FILE] ends the server that --background started.
     """
+    check_linux("megatron-rc serve")
     from megatron_rc.launch import server
 
     if model.startswith("-"):

@@ -15,6 +15,7 @@ from megatron_rc.launch.processes import say
 from megatron_rc.models.config import config_file
 from megatron_rc.settings import job as job_settings
 from megatron_rc.settings.job import JobSettings
+from megatron_rc.versions import link
 
 GRACE = 30.0
 """Seconds that the trainer has to end before it is killed."""
@@ -30,8 +31,9 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
 
         return print_dry_run(settings, options)
     if cluster.nodes > 1:
-        where = "a template of launch/, submitted by sbatch, starts several (docs/launch.md); --dry-run prints how"
-        raise ValueError(f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}: {where}")
+        where = f"a template of the repository's launch/, submitted by sbatch, starts several{link('docs/launch.md')}"
+        problem = f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}"
+        raise ValueError(f"{problem}: {where}; --dry-run prints how")
     options = replace(options, visible=visible_gpus(cluster.gpus_per_node))
     if not cluster.serve_gpus:
         # only torchrun is needed, so this process turns into it

@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from megatron_rc.report import panels
 from megatron_rc.report.curves import duration, phase_of, value_of
@@ -52,6 +53,7 @@ class Display:
         self._console = console or Console(highlight=False)
         self._total = total_steps
         self._history: dict[str, deque[float]] = {}
+        self._warming_up = True
         self._clock: tuple[int, float] | None = None
         self._phase_name, self._phase_total, self._phase_done, self._phase_printed = "", 0, 0, 0.0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
@@ -89,6 +91,10 @@ class Display:
         its record; one without a ``phase`` belongs to "rl".
         """
         warming_up = phase_of(metrics) == "warmup" or value_of(metrics, panels.CROSS_ENTROPY) is not None
+        if warming_up != self._warming_up:
+            # gradient norm and learning rate have other sizes in the other phase
+            self._history.clear()
+            self._warming_up = warming_up
         shown = [(row, value) for row in ROWS if (value := value_of(metrics, row.curve)) is not None]
         for row, value in shown:
             self._history.setdefault(row.short, deque(maxlen=HISTORY)).append(value)
@@ -106,7 +112,8 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line of text above the table."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        # with markup=False the table would be redrawn without its own markup
+        self._console.print(Text(text), soft_wrap=True)
 
     def _time_left(self, step: int) -> str:
         """Estimate from the mean time per step in this process, without its first step, which also compiles."""

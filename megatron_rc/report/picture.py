@@ -9,6 +9,7 @@ from megatron_rc.drawing.svg import NOISY_FROM
 from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS
+from megatron_rc.versions import installing
 
 COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
 TEXT, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"
@@ -22,7 +23,7 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("matplotlib is not installed: pip install 'megatron-rc[report]'") from error
+        raise ValueError(f"matplotlib is not installed: {installing('report')}") from error
 
     records = read_metrics(folder)
     drawn = [(panel, curves) for panel in PANELS if panel.in_picture and (curves := series(records, panel))]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
+from megatron_rc.versions import installing
 
 VIEW = "Rollout correction"
 
@@ -13,7 +14,7 @@ def wandb_view(entity: str, project: str) -> Any:
         import wandb_workspaces.reports.v2 as charts
         import wandb_workspaces.workspaces as views
     except ImportError as error:
-        raise ValueError("wandb-workspaces is not installed: pip install 'megatron-rc[wandb]'") from error
+        raise ValueError(f"wandb-workspaces is not installed: {installing('wandb')}") from error
 
     def plot(panel: Panel) -> Any:
         # a key that a run does not have is left out by the service

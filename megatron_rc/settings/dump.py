@@ -12,7 +12,7 @@ COMPUTED_ON_DEMAND = ("kept_mass", "varentropy")
 
 @dataclass(frozen=True, kw_only=True)
 class DumpSettings:
-    """The last steps of reinforcement learning, kept in OUTPUT/dump to diagnose a run that collapsed; docs/dump.md.
+    """The last steps of reinforcement learning, kept in OUTPUT/dump to diagnose a run that collapsed.
     With --dump every step is kept, whole and with its token ids."""
 
     keep: int = 3

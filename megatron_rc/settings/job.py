@@ -30,7 +30,7 @@ class TaskSettings:
     kind: TaskKind = "arithmetic"
     """What the policy is asked, and how its answers are scored."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task; docs/tasks.md lists them."""
+    """Options of the kind of task; a name that it lacks is refused with those that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)

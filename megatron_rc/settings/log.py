@@ -24,7 +24,7 @@ SERVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Services that get the metrics besides metrics.jsonl; docs/dashboards.md."""
+    """Services that get the metrics besides metrics.jsonl."""
 
     tensorboard: bool | None = None
     """Write event files to OUTPUT/tensorboard; null: if tensorboard is installed."""

@@ -1,5 +1,7 @@
 """A reward function for mathematical answers, with the math-verify library."""
 
+from megatron_rc.versions import installing
+
 
 def math_answer(prompt: str, response: str, answer: str) -> float:
     """1.0 if the final answer of ``response`` equals ``answer`` as mathematics, otherwise 0.0.
@@ -19,7 +21,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ValueError("math-verify is not installed: pip install 'megatron-rc[math]'") from error
+        raise ValueError(f"math-verify is not installed: {installing('math')}") from error
 
     gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
     if not gold:

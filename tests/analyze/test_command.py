@@ -16,6 +16,7 @@ from refusals import Ended, run
 
 from megatron_rc.analyze import output
 from megatron_rc.analyze.conditions import Outcome
+from megatron_rc.exit_status import ExitStatus
 
 RESPONSES, LENGTH = 24, 30
 
@@ -59,11 +60,17 @@ def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path
     "options",
     [
         ("--require", "speed<1"), ("--require", "k3<fast"), ("--require", "k3"), ("--require", "RC2=some"),
-        ("--require", ","), ("--require", "z_W<4"), ("--select", "RC999"), ("--ignore", "203"),
+        ("--require", ","), ("--select", "RC999"), ("--ignore", "203"), ("--host", "trl2"),
     ],
 )  # fmt: skip
-def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path) -> None:
-    assert (ended := analyze(dump(tmp_path), *options, "--require-format", "junit")).is_refusal(), ended
+def test_a_wrong_option_is_one_sentence_before_the_dump_is_read(options: tuple[str, str], tmp_path: Path) -> None:
+    ended = analyze(tmp_path / "absent", *options, "--require-format", "junit")
+    assert ended.is_refusal() and "absent" not in ended.stderr, ended
+
+
+def test_a_condition_that_the_dump_cannot_answer_is_one_sentence(tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path), "--require", "z_W<4", "--require-format", "junit")
+    assert ended.is_refusal("needs the column entropy"), ended
 
 
 @pytest.mark.parametrize("options", [("--gate", "k3<1"), ("--gate-format", "junit")])
@@ -116,13 +123,13 @@ def test_the_exit_status_says_whether_the_conditions_hold(tmp_path: Path) -> Non
     path = dump(tmp_path)
     assert analyze(path, "--require", "k3<1e-2, damaged<=0").status == 0
     ended = analyze(path, "--require", "k3<1e-2, k3<1e-9")
-    assert ended.status == 1 and "fails k3<1e-9" in ended.stdout
+    assert ended.status == ExitStatus.WRONG and "fails k3<1e-9" in ended.stdout
 
 
 def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path), "--require", "k3<1e-9, k3<1", "--require-format", "junit")
     suite = ElementTree.fromstring(ended.stdout)
-    assert (ended.status, suite.get("tests"), suite.get("failures")) == (1, "2", "1")
+    assert (ended.status, suite.get("tests"), suite.get("failures")) == (ExitStatus.WRONG, "2", "1")
     failed = [case.get("name") for case in suite if case.find("failure") is not None]
     assert failed == ["k3<1e-9"]
 

@@ -77,7 +77,7 @@ def test_the_conditions_of_the_page_can_be_read() -> None:
     examples = re.findall(r"--require '(.+?)'", TEXT)
     assert examples
     for example in examples:
-        assert all(outcome.holds for outcome in conditions.check(diagnosis, example))
+        assert all(condition.check(diagnosis).holds for condition in conditions.read(example))
 
 
 def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     assert after.level is Level.UNDECIDED
     assert open_.p is None
     assert after.recommendation.suspects == (bug.code,)
-    assert not conditions.check(after, "RC1=none")[0].holds
+    assert not conditions.read("RC1=none")[0].check(after).holds
     found = json.loads(output.to_json(after))
     assert {test["undecided"] for test in (found["honesty"][name] for name in ("z_rho", "z_W", "z_mean_l"))} == {
         "filtered by outcome"

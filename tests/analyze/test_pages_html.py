@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from simulated_dumps import (
 )
 from typer.testing import CliRunner
 
-from megatron_rc.analyze import output, report_text
+from megatron_rc.analyze import output, report_text, terminal
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
 from megatron_rc.analyze.statistics.what_if import Missing
@@ -244,6 +246,14 @@ def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk]) -
     assert all(canary in page for canary in ("canary_server", "canary_folder", "7654321"))
 
 
+def test_a_prompt_and_a_notebook_show_the_report_and_the_page() -> None:
+    diagnosis = diagnosed(small())
+    assert str(diagnosis) == terminal.text(diagnosis) and "a dump (arrays): " in str(diagnosis)
+    assert len(repr(diagnosis)) < 100 and "\x1b" not in str(diagnosis)
+    shown = re.fullmatch(r'<iframe [^>]* srcdoc="([^"]*)"></iframe>', diagnosis._repr_html_())
+    assert shown and unescape(shown[1]) == html.page(diagnosis)
+
+
 def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
 
@@ -253,13 +263,13 @@ def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     done = run(dump)
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1] == "analysis.html"
+    assert done.stdout.splitlines()[-1] == PAGE_LINE.format("analysis.html")
     first = (tmp_path / "analysis.html").read_text()
     assert f"{dump}: rollout analysis" in first
     assert run(dump).exit_code == 0 and (tmp_path / "analysis.html").read_text() == first
     elsewhere = tmp_path / "other.html"
     done = run(dump, "--html", elsewhere, "--json")
-    assert json.loads(done.stdout)["format"] and done.stderr.splitlines()[-1] == str(elsewhere)
+    assert json.loads(done.stdout)["format"] and done.stderr.splitlines()[-1] == PAGE_LINE.format(elsewhere)
     (tmp_path / "analysis.html").unlink()
     assert run(dump, "--no-html").exit_code == 0 and not (tmp_path / "analysis.html").exists()
 

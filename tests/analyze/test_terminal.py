@@ -53,7 +53,10 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     text = " ".join(shown(diagnosis, host="TRL").split())
     assert f"RC102 in TRL: {diagnosis.verdicts[0].page.fixes['TRL']}" in text
     with pytest.raises(ValueError, match="unknown codebase 'trl2'; known: verl, slime"):
-        terminal.check_host("trl2")
+        terminal.host_named("trl2")
+    assert terminal.host_named("megatron-lm") == "Megatron-LM"
+    with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
+        terminal.host_named("prime-rl")
 
 
 def test_what_is_shared_names_no_path() -> None:

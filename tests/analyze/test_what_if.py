@@ -20,6 +20,7 @@ from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIf
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.versions import installing
 
 VOCABULARY, LENGTH = 3, 3
 
@@ -313,4 +314,4 @@ def test_only_the_table_needs_torch_and_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     sentence, table = done.stdout.strip().splitlines()
     assert "token-tis" in sentence or "seq-tis" in sentence or "No correction" in sentence
-    assert table == str(Missing("what-if needs torch: pip install 'megatron-rc[train]'"))
+    assert table == str(Missing(f"what-if needs torch: {installing('train')}"))

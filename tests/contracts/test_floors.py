@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS = (
-    "versions schema files drawing collectives kernels",
+    "versions exit_status schema files drawing collectives kernels",
     "backend engine tasks",
     "batch",
     "correction dump",

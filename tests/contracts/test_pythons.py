@@ -72,4 +72,4 @@ def test_megatron_core_trains_the_quickstart(complete: Path, release: str, tmp_p
     run(complete, *launcher, "-m", "megatron_rc", "train", recipe, "--fresh", *assignments)
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [s["step"] for s in steps if s["phase"] == "rl" and "reward/mean" in s] == [1, 2, 3]
-    assert f"good    megatron-core: megatron-core {CORE[release]}." in run(complete, "-m", "megatron_rc", "doctor")
+    assert f"passed: megatron-core {CORE[release]};" in run(complete, "-m", "megatron_rc", "doctor")

@@ -78,10 +78,10 @@ FINDINGS = [
 ]
 
 
-def printed(terminal: bool, findings: list[Finding] = FINDINGS) -> str:
+def printed(terminal: bool, findings: list[Finding] = FINDINGS, passed: bool = False) -> str:
     said = io.StringIO()
     console = Console(file=said, force_terminal=terminal, width=100, highlight=False, color_system=None)
-    display.show("SGLang server http://a:1", findings, console=console)
+    display.show("SGLang server http://a:1", findings, console=console, passed=passed)
     return said.getvalue()
 
 
@@ -96,14 +96,30 @@ def test_plain_output_has_the_gravest_first_and_joins_what_lacks_the_same_fact()
         "        fix: Add --seeds.",
         "note    first, second: not decided: the trainer is not known.",
         "        fix: Give --config.",
-        "good    fits: all of it fits.",
+        "1 check passed: all of it fits",
     ]
+
+
+def test_many_checks_that_pass_or_lack_the_same_fact_are_counted() -> None:
+    many = [Finding(f"check-{n}", "good", "it is as it must be") for n in range(9)]
+    assert printed(False, many).splitlines()[1:] == ["9 checks passed"]
+    names = ", ".join(finding.check for finding in many[:3])
+    assert f"good    {names}: it is as it must be.\n" in printed(False, many[:3], passed=True)
+    missing = [Finding(f"check-{n}", "note", "no host", decided=False) for n in range(4)]
+    assert printed(False, missing).splitlines()[1:] == ["note    4 checks: not decided: no host."]
+
+
+def test_the_subject_with_errors_comes_first() -> None:
+    said = io.StringIO()
+    found = {"libraries": [Finding("apex", "warning", "another apex")], "host slime": FINDINGS}
+    display.show_all(found, console=Console(file=said, width=100))
+    assert said.getvalue().index("error   vocabulary") < said.getvalue().index("warning apex")
 
 
 def test_a_terminal_shows_the_same_findings_in_a_table() -> None:
     said = printed(terminal=True)
     rows = [line.split()[0] for line in said.splitlines()[2:] if not line.startswith(" ")]
-    assert rows == ["error", "warning", "note", "note", "good"]
+    assert rows == ["error", "warning", "note", "note", "1"]
     assert "[bf16]" in said and "fix: Give --config." in said
 
 

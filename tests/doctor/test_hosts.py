@@ -14,6 +14,7 @@ from megatron_rc.doctor.host.environment import ENVIRONMENT, PRESENCE, check_hos
 from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding, worst
+from megatron_rc.exit_status import ExitStatus
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.symbols import Host
@@ -95,9 +96,12 @@ def test_a_wheel_without_the_makefile_that_training_runs_is_a_warning(stub: Path
 def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> None:
     assert found("miles")["importable"].status == "error"
     findings = examine_hosts([], [], None)
-    assert list(findings) == ["Python environment", *(f"host {name}" for name in HOSTS)]
+    assert list(findings) == [*(f"host {name}" for name in HOSTS), "Python environment"]
     assert [(f.check, f.status) for f in findings["host miles"]] == [("importable", "note")]
     assert "radixark/miles" in findings["host miles"][0].fix
+    # on a login node the flags are all that can be checked
+    given = examine_hosts(["miles"], ["--rollout-temperature", "1"], None)["host miles"]
+    assert given[0].status == "warning" and worst(given) == "warning", given
 
 
 def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
@@ -151,10 +155,10 @@ def test_doctor_alone_shows_this_python_and_every_host() -> None:
         assert f"\n{subject}: " in f"\n{said}"
 
 
-def test_errors_are_status_1_and_json_has_them(stub: Path) -> None:
+def test_errors_have_a_status_of_their_own_and_json_has_them(stub: Path) -> None:
     ended = run("doctor", "--host", HOST, "--json", "--", "--cuda-graph-impl", "full_iteration")
     errors = [f["check"] for f in json.loads(ended.stdout)[f"host {HOST}"] if f["status"] == "error"]
-    assert (ended.status, errors) == (1, ["full-iteration-graph"])
+    assert (ended.status, errors) == (ExitStatus.WRONG, ["full-iteration-graph"])
     assert run("doctor", "--host", HOST, "--", "--cuda-graph-impl", "local").status == 0
 
 
@@ -163,7 +167,7 @@ def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -
     comment = "# not now: --moe-enable-routing-replay --moe-router-fusion"
     script.write_text(f"{comment}\ntorchrun train.py \\\n  --cuda-graph-impl=full_iteration \\\n  $MORE\n")
     status, said, _ = run("doctor", "--host", HOST, "--flags-file", script)
-    assert status == 1 and "error   full-iteration-graph" in said and "flags may hide in $MORE" in said
+    assert status == ExitStatus.WRONG and "error   full-iteration-graph" in said and "flags may hide in $MORE" in said
     assert "not decided: --moe-router-fusion may be set in $MORE" in said
 
 

@@ -86,7 +86,7 @@ EXPECTED = {
     "not yaml": "not.yaml is not valid YAML: .*line 1",
     "no such file": "no such file: .*nothing.yaml",
     "layout": "takes 2 processes, .* by torchrun .* 2 -m megatron_rc train .*settings.yaml --set .* parallel.tensor=2$",
-    "missing package": r"log.mlflow needs the package mlflow: pip install 'megatron-rc\[mlflow\]'",
+    "missing package": r"log.mlflow needs the package mlflow: .* -e '.\[mlflow\]'",
     "context": "max_new_tokens=4 after a prompt of 4 tokens is longer than the model's context .* of 6",
     "vocabulary": "the tokenizer of task 'arithmetic' has 16 ids, .* is 8: set model.config.vocab_size=16",
     "no model": "hf_path='none/Qwen' has no config.json: .*hf download OWNER/Qwen --local-dir none/Qwen.*model.config",

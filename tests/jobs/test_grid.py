@@ -65,11 +65,17 @@ def test_a_wrong_grid_is_one_sentence_before_anything_runs(
         grids.cells(grid_of(tmp_path, **fields), only)
 
 
+def test_a_choice_without_an_axis_is_refused() -> None:
+    assert grids.choices_of(["a=1,2,b=3", "c=4"]) == {"a": ["1", "2"], "b": ["3"], "c": ["4"]}
+    with pytest.raises(ValueError, match="--only takes AXIS=CHOICE,..., got 'none,precision=bf16'"):
+        grids.choices_of(["none,precision=bf16"])
+
+
 def test_a_grid_trains_every_cell_once_from_one_warm_up_and_loses_nothing_to_a_cell_that_fails(tmp_path: Path) -> None:
     broken = {"broken": {"task.kind": "jsonl", "task.options": {"path": str(tmp_path / "nothing"), "reward": "a:b"}}}
     data = {"job": JOB, "axes": {**AXES, "task": {"sums": {}, **broken}}, "output": str(tmp_path / "out")}
     config = settings_file(tmp_path, data)
-    chosen = ["grid", str(config), "--only", "correction=none,icepop", "--only", "precision=bf16"]
+    chosen = ["grid", str(config), "--only", "correction=none,icepop,precision=bf16"]
     first, again = run_together([chosen, chosen], tmp_path)
     for status, said in (first, again):
         assert status == 2 and "bf16-none-broken seed 1: reward 'a:b': importing 'a' failed" in said

@@ -18,6 +18,7 @@ from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.report.sinks import Run
 from megatron_rc.settings.log import SERVICES, LogSettings
+from megatron_rc.versions import installing
 
 
 class Service:
@@ -165,9 +166,7 @@ def test_a_missing_package_is_one_sentence_that_names_the_extra(field: str, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
         sinks.requested(vars(LogSettings(**{field: "project"})))
-    assert str(error.value) == (
-        f"log.{field} needs the package {service.package}: pip install 'megatron-rc[{service.extra}]'"
-    )
+    assert str(error.value) == (f"log.{field} needs the package {service.package}: {installing(service.extra)}")
 
 
 def test_urls_are_shown_without_their_passwords() -> None:

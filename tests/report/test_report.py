@@ -174,13 +174,17 @@ def test_a_terminal_shows_bars_and_the_latest_values() -> None:
     with pytest.raises(RuntimeError, match="stop here"), Display(10, "job", console=console) as shown:
         shown.phase("rollout", 512)
         shown.advance(128)
+        shown.step(400, {"phase": "warmup", "cross_entropy": 2.0, "grad_norm": 900.0})
         shown.step(2, {"reward/mean": 0.25})
         shown.step(3, STEP)
-        shown.message("a message")
+        shown._live.refresh()
+        shown.message("a message of [bold]two[/] words")
         raise RuntimeError("stop here")
     text = out.getvalue()
     final = text[text.rindex("metric") :]
-    assert "a message" in text and "3/10" in text and "▁█" in final
+    assert "a message of [bold]two[/] words" in text and "3/10" in text and "▁█" in final
+    # the message redraws the table with its own markup, and the warm-up is in no mean of what follows
+    assert text.count("[bold]") == 1 and "900" not in final and "45" not in final
     for words in (("reward", "0.500"), ("held-out accuracy", "25.0%"), ("k3", "1.3e-04"), ("learning rate", "3.0e-04")):
         assert all(word in final for word in words)
     # the cursor is given back even when the job fails

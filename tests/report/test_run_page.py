@@ -202,7 +202,7 @@ def test_a_picture_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="holds no metric that is part of the picture"):
         write_curves_png(tmp_path, tmp_path / "curves.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"matplotlib is not installed: pip install 'megatron-rc\[report\]'"):
+    with pytest.raises(ValueError, match=r"matplotlib is not installed: .* -e '.\[report\]'"):
         write_curves_png(tmp_path, tmp_path / "curves.png")
 
 

@@ -251,7 +251,7 @@ def test_an_answer_that_is_no_mathematics_is_refused() -> None:
 
 def test_math_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"math-verify is not installed: pip install 'megatron-rc\[math\]'"):
+    with pytest.raises(ValueError, match=r"math-verify is not installed: .* -e '.\[math\]'"):
         math_answer("", "1", "1")
 
 

@@ -19,7 +19,7 @@ IN_FILES = {"token_id": "output_ids"}
 CREATED_BY = b"benchmarks/diagnosis/confusion.py"
 ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests/support/data/traps"
-EXAMPLES = ROOT / "examples/dumps"
+EXAMPLES = ROOT / "megatron_rc/analyze/demo"
 BITS = 13
 """Significant bits of the numbers: their rounding of 6e-5 of a log-prob is far below the gap of bf16."""
 RESPONSES = 90
@@ -68,8 +68,8 @@ def write(chunk: Chunk, file: Path, *, without: Sequence[str] = (), bits: int | 
     pq.write_table(
         pa.table(columns).replace_schema_metadata({b"created_by": CREATED_BY}),
         file,
-        compression="zstd",
-        compression_level=19,
+        compression="brotli",
+        compression_level=11,
         use_dictionary=[name for name in chunk.sequences if name in columns],
         use_byte_stream_split=floats,
     )

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from html import escape
 from pathlib import Path
 
 from megatron_rc.analyze.diagnosis import Diagnosis
@@ -73,6 +74,12 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) ->
         head=OWN_PAGE + _policy(),
         style=STYLE,
     )
+
+
+def framed(diagnosis: Diagnosis) -> str:
+    """The page in a frame, for a cell of a notebook, which its style sheet would change without one."""
+    style = "width: 100%; height: 80vh; border: 0"
+    return f'<iframe title="Rollout analysis" style="{style}" srcdoc="{escape(page(diagnosis))}"></iframe>'
 
 
 def _policy() -> str:

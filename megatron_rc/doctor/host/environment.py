@@ -8,15 +8,15 @@ from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Check, Finding, Registry, error, good, note, warning
 from megatron_rc.integrations.symbols import Host
-from megatron_rc.versions import MEGATRON_CORE, TRITON, is_older, is_release
+from megatron_rc.versions import MEGATRON_CORE, TRITON, installing, is_older, is_release
 
-INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
+INSTALL = f"Run doctor in the environment that trains, or {installing('train')}."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
 PRESENCE: Registry[HostFacts] = Registry("presence")
 
 
 def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path | None) -> dict[str, list[Finding]]:
-    """Findings about this Python and about each named host (without names: every known one), by subject.
+    """Findings about each named host (without names: every known one) and about this Python, by subject.
 
     ``words``: flags of the only named host, instead of ``flags_file``. Raises ValueError where a host is unknown, or
     the flags are unreadable, given twice, or not for exactly one host.
@@ -27,7 +27,7 @@ def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path |
     if flags is not None and len(names) != 1:
         raise ValueError("flags need exactly one --host, the codebase that they are for")
     hosts = {f"host {facts.host.name}": check_host(facts) for facts in read_hosts(names, flags)}
-    return {ENVIRONMENT.subject: ENVIRONMENT.run(read_environment()), **hosts}
+    return {**hosts, ENVIRONMENT.subject: ENVIRONMENT.run(read_environment())}
 
 
 def check_host(facts: HostFacts) -> list[Finding]:
@@ -59,9 +59,12 @@ def importable(facts: HostFacts) -> Finding:
     """sys.path against the host's module."""
     if facts.is_importable:
         return good(f"{facts.host.module} is on sys.path")
-    mismatch = error if facts.asked else note
     fix = facts.host.where or f"Put {facts.host.module} on PYTHONPATH."
-    return mismatch(f"no module {facts.host.module} on sys.path", fix)
+    problem = f"no module {facts.host.module} on sys.path"
+    if facts.given_flags is not None:
+        # a login node: the flags are what can be checked there
+        return warning(f"{problem}: the flags are checked, the functions that patch replaces are not", fix)
+    return (error if facts.asked else note)(problem, fix)
 
 
 @PRESENCE.check

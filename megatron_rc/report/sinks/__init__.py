@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rc.settings.log import SERVICES
+from megatron_rc.versions import installing
 
 
 class Run(NamedTuple):
@@ -43,8 +44,8 @@ def requested(log: Mapping[str, Any]) -> dict[str, str]:
         asked = log[field]
         installed = importlib.util.find_spec(service.package) is not None
         if asked and not installed:
-            installs = f"'megatron-rc[{service.extra}]'" if service.extra else service.package
-            raise ValueError(f"log.{field} needs the package {service.package}: pip install {installs}")
+            remedy = installing(service.extra) if service.extra else f"pip install {service.package}"
+            raise ValueError(f"log.{field} needs the package {service.package}: {remedy}")
         if asked or (asked is None and service.replaces_steps and installed):
             projects[field] = str(asked)
     return projects

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from megatron_rc.versions import installing
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -53,7 +55,7 @@ class Background:
         try:
             import aiohttp  # noqa: F401 - fails here if it is missing, before a thread starts
         except ModuleNotFoundError:
-            raise ValueError("SGLang servers need aiohttp: pip install 'megatron-rc[sglang]'") from None
+            raise ValueError(f"SGLang servers need aiohttp: {installing('sglang')}") from None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-http", daemon=True)
         self._thread.start()

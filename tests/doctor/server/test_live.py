@@ -15,6 +15,7 @@ from megatron_rc import schema
 from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts
 from megatron_rc.doctor.server.probe import read_servers
+from megatron_rc.exit_status import ExitStatus
 
 
 def job(folder: Path, url: str, model: dict[str, Any], **rollout: Any) -> Path:
@@ -45,7 +46,7 @@ def test_a_trainer_of_another_model_is_an_error_for_a_launch_script(moe_server: 
     different |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     config = job(tmp_path, moe_server.url, {"config": {**model, **different}}, max_new_tokens=300, top_p=0.9)
     status, said, _ = run("doctor", "--config", config, "--sglang", moe_server.url, "--json")
-    assert status == 1
+    assert status == ExitStatus.WRONG
     assert {name for name, s in statuses(said).items() if s == "error"} == {
         "vocabulary", "tied-embeddings", "layer-shapes", "rotary-and-norm", "experts", "context-length", "kept-ids",
     }  # fmt: skip
@@ -85,7 +86,7 @@ def test_a_server_started_with_harmful_flags_is_found_out(tmp_path: Path) -> Non
     with sglang_server(model, *flags, env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}) as server:
         config = job(tmp_path, server.url, {"hf_path": str(model)}, temperature=0.7, top_p=0.9, top_k=64)
         status, said, _ = run("doctor", "--config", config, "--json")
-    assert status == 1
+    assert status == ExitStatus.WRONG
     found = statuses(said)
     assert {name for name, s in found.items() if s == "error"} == {
         "temperature", "kept-ids", "sampling-defaults", "routes",

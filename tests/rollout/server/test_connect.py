@@ -16,6 +16,7 @@ from faulty_weights import probe_logprobs, weights_of
 from sglang_engines import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
+from megatron_rc.versions import installing
 
 PARAMS = SamplingParams(max_new_tokens=8)
 WEIGHTS = list(weights_of(1).items())
@@ -59,7 +60,7 @@ def test_a_server_that_takes_connections_and_never_answers_is_given_up_after_the
 
 def test_without_aiohttp_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert refused("http://127.0.0.1:3").endswith("pip install 'megatron-rc[sglang]'")
+    assert refused("http://127.0.0.1:3").endswith(f"need aiohttp: {installing('sglang')}")
 
 
 def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
