@@ -19,6 +19,6 @@ def correct(*pair: Any, **given: Any) -> Corrected:
 def on_gaps(
     correction: RolloutCorrection, *log_ratios: float, lengths: list[int] | None = None, **options: Any
 ) -> Corrected:
-    """Of tokens with these log-ratios, which all count."""
+    """The correction of tokens with these log-ratios, which all count."""
     train, rollout, mask, cu_seqlens = gapped(*log_ratios, lengths=lengths)
     return correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, **options)
