@@ -90,11 +90,6 @@ def test_a_layout_is_checked_without_importing_megatron() -> None:
     assert run.stdout.splitlines()[-1] == f"{submits} --set train.lr=1"
 
 
-def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    said = printed(capsys, given())
-    assert said[: said.index("\n  peak = ")] in (ROOT / "docs/launch.md").read_text()
-
-
 def test_a_dry_run_of_several_machines_prints_what_slurm_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     last = printed(capsys, given("cluster.serve_gpus=0", fresh=True, dump=True)).splitlines()[-1]
     assert last.startswith("  TRAIN_OPTIONS='--fresh --dump' sbatch --nodes=2 --gpus-per-node=8 launch/train.sbatch ")
