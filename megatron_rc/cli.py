@@ -71,7 +71,7 @@ def main() -> None:
         if os.environ.get("MEGATRON_RC_TRACEBACK") or not is_full(error):
             raise
         where = f" of {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        said = f"the disk{where} is full: make room, and the same command goes on from the newest checkpoint"
+        said = f"the disk{where} is full: make room, then {_same_command()} goes on, training at its newest checkpoint"
         print(f"megatron-rc: error: {said}", file=sys.stderr, flush=True)  # by the process that wanted to write
         sys.exit(ExitStatus.REFUSED)
     except SystemExit as ended:

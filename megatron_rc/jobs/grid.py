@@ -231,8 +231,9 @@ def _fields_of(grid: GridSettings, cell: Cell) -> dict[str, Any]:
         changes["train.save_hf"] = False
     if origin := _origin(grid, cell):
         changes["branch"] = f"{origin}:{data['branch'].rpartition(':')[2]}"
-    if (warm := _warm_folders(grid)) and (origin or not data.get("branch")):
-        changes |= {"model": {"hf_path": str(warm[cell.seed] / "hf")}, "warmup.steps": 0}
+    if _settings(data).warmup.steps and (origin or not data.get("branch")):
+        warm = grid.folder(grid.warm_folder) / f"seed-{cell.seed}"
+        changes |= {"model": {"hf_path": str(warm / "hf")}, "warmup.steps": 0}
     points = [point.rpartition(":") for point in grid.branches.values()]
     if named := {int(step) for name, _, step in points if name == cell.folder.parent.name}:
         changes["train.keep_steps"] = sorted({*_settings(data).train.keep_steps, *named})
@@ -247,6 +248,8 @@ def _origin(grid: GridSettings, cell: Cell) -> Path | None:
 
 def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = False) -> None:
     """Refuse cells whose results were made with other settings, or, with ``fresh``, move these results aside."""
+    for warmed in _warm_folders(grid).values():
+        _check_warmed(grid, warmed)
     found = [(cell, folders.other_settings(_settings(_fields_of(grid, cell)))) for cell in chosen]
     differ = [(cell, why) for cell, why in found if why]
     if fresh:
@@ -270,11 +273,18 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
             data = _changed(_fields(grid, {}), changes)
             data.pop("moe", None)
             _train(grid, data, folder)
-        made, wanted = load_finished(folder / SETTINGS_FILE), schema.to_dict(_settings(_fields(grid, {})))
-        for section in ("model", "task", "warmup"):
-            if made[section] != wanted[section]:
-                raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")
+        _check_warmed(grid, folder)
     return folder / "hf"
+
+
+def _check_warmed(grid: GridSettings, folder: Path) -> None:
+    """Refuse the warm-up in a folder, if there is one, that was made with other settings."""
+    if not (folder / SETTINGS_FILE).is_file():
+        return
+    made, wanted = load_finished(folder / SETTINGS_FILE), schema.to_dict(_settings(_fields(grid, {})))
+    for section in ("model", "task", "warmup"):
+        if made[section] != wanted[section]:
+            raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")
 
 
 def _warm_folders(grid: GridSettings) -> dict[int, Path]:

@@ -62,7 +62,9 @@ def launch(
     timeout: Annotated[int, typer.Option(help="Seconds to wait for a server.")] = 1800,
     server_port: Annotated[int, typer.Option(help="Port of the first server; 0: free ports.")] = 30000,
     server_python: Annotated[str, typer.Option(envvar="SGLANG_PYTHON", help="Python with SGLang.")] = "python3",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start from scratch and delete the run in OUTPUT.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew; the earlier run moves to OUTPUT/earlier-1.")
+    ] = False,
     dump: Annotated[bool, typer.Option("--dump", help="Write every training batch to OUTPUT/dump.")] = False,
     doctor: Annotated[bool, typer.Option(help="Check the servers against the job before it trains.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate and print; start nothing.")] = False,

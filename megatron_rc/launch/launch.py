@@ -112,6 +112,7 @@ def train(command: Command) -> None:
     except SystemExit:
         processes.ignore_signals()
         processes.end_group(leader, GRACE)  # torchrun passes it on to its workers
+        say("stopped; the same command without --fresh goes on from the newest checkpoint")
         raise
     if status:
         raise ValueError("the trainer failed; its own error is above the launcher's traceback")

@@ -155,8 +155,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
     job = frozen(folder / "settings.yaml", tmp_path, 3)
     resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     status, said = goes_on(job)
-    errors = [line for line in said.splitlines() if "rror" in line or "Traceback" in line]
-    assert status == 2 and len(errors) == 1 and "is full: make room, and the same command goes on" in errors[0], said
+    errors = [line for line in said.splitlines() if line.startswith("megatron-rc: error") or "Traceback" in line]
+    assert status == 2 and len(errors) == 1 and "is full: make room, then `megatron-rc train " in errors[0], said
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if "partial" in path.name] == []
     assert len(steps(tmp_path)) == (2 if room == 1 else 4)
     assert started(folder / "settings.yaml", "--set", f"output={tmp_path}").wait()[0] == 0
