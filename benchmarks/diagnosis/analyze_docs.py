@@ -8,14 +8,11 @@ The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 import ast
 import contextlib
 import inspect
-import io
 import re
 from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-
-from rich.console import Console
 
 from megatron_rc.analyze import columns, conditions, terminal
 from megatron_rc.analyze.commands import PAGE_LINE
@@ -86,11 +83,9 @@ def report(dump: str, host: str) -> str:
     """What `megatron-rc analyze` prints, started in the repository."""
     with contextlib.chdir(ROOT):
         diagnosis = diagnose_dump(dump)
-    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
-    terminal.show(diagnosis, console=console, host=host)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
-    return "\n".join(["```text", command, *lines, PAGE_LINE.format("analysis.html"), "```"])
+    text = terminal.text(diagnosis, width=WIDTH, host=host)
+    return "\n".join(["```text", command, text, PAGE_LINE.format("analysis.html"), "```"])
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {

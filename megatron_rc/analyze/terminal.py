@@ -48,12 +48,13 @@ def host_named(name: str) -> str:
     raise ValueError(f"--host: {problem or f'unknown codebase {name!r}'}; known: {', '.join(HOSTS)}")
 
 
-def text(diagnosis: Diagnosis) -> str:
-    """The report, without colours."""
+def text(diagnosis: Diagnosis, *, width: int = WIDTH, host: str = "", share: bool = False) -> str:
+    """What `show` prints, without colours and without spaces at the ends of lines."""
     file = io.StringIO()
     # in a notebook rich would write into the cell
-    show(diagnosis, console=Console(file=file, width=WIDTH, color_system=None, force_jupyter=False, highlight=False))
-    return file.getvalue().rstrip()
+    console = Console(file=file, width=width, color_system=None, force_jupyter=False, highlight=False)
+    show(diagnosis, console=console, host=host, share=share)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool = False) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, shown, world, zero_filled
+from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, world, zero_filled
 
-from megatron_rc.analyze import conditions, output
+from megatron_rc.analyze import conditions, output, terminal
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.html import page
@@ -147,7 +147,7 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     before, after = (with_columns(chunk, **columns_of(48, filtered=filtered)) for filtered in (False, True))
     (bug,), (open_,) = before.verdicts, after.verdicts
     assert not before.evidence.outcome_filter.filtered
-    assert "iltered by outcome" not in shown(before)
+    assert "iltered by outcome" not in terminal.text(before)
     assert (bug.level, open_.level, open_.code) == (Level.BUG, Level.UNDECIDED, bug.code)
     assert after.level is Level.UNDECIDED
     assert open_.p is None
@@ -157,7 +157,7 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     assert {test["undecided"] for test in (found["honesty"][name] for name in ("z_rho", "z_W", "z_mean_l"))} == {
         "filtered by outcome"
     }
-    for text in (shown(after), page(after)):
+    for text in (terminal.text(after), page(after)):
         assert "Filtered by outcome: none of 24 groups has equal rewards (chance below 1e-6 " in " ".join(text.split())
         assert "dump before the filter" in " ".join(text.split())
 
@@ -167,4 +167,4 @@ def test_a_filter_hides_no_bug_of_rules_that_do_not_see_it_and_accuses_no_honest
     assert with_columns(zero_filled(world(1, sequences=48), 1 / 8), **filtered).level is Level.BUG
     diagnosis = with_columns(TRAPS["honest"][1](world(1, sequences=48)), **filtered)
     assert [(verdict.code, verdict.level) for verdict in diagnosis.verdicts] == [("RC501", Level.NUMERICS)]
-    assert "Filtered by outcome" in shown(diagnosis)
+    assert "Filtered by outcome" in terminal.text(diagnosis)

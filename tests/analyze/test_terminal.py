@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulated_dumps import ONE_EACH, TRAPS, shown, world
+from simulated_dumps import ONE_EACH, TRAPS, world
 
 from megatron_rc.analyze import terminal
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
@@ -23,7 +23,7 @@ def diagnosis_named(name: str) -> Diagnosis:
 
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_the_summary_fits_one_screen(name: str) -> None:
-    text = shown(diagnosis_named(name))
+    text = terminal.text(diagnosis_named(name))
     assert len(text.splitlines()) <= SCREEN, text
 
 
@@ -40,7 +40,7 @@ def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
         corrupt=CorruptRows(9, 2, [f"{SOURCE}, row 17: old_logprobs has 3 values, rollout_logprobs has 4"]),
         ignored=["3 files of no known format are not read, such as notes.txt", "1 file of slime is not read"],
     )
-    text = shown(worst)
+    text = terminal.text(worst)
     assert len(text.splitlines()) <= SCREEN, text
     said = ("9 corrupt rows; 2 damaged files", "row 17", "notes.txt", "nan (3), positive (4) log-probs")
     assert [words for words in said if words not in text] == []
@@ -48,9 +48,9 @@ def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
 
 def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     diagnosis = diagnosis_named("renormalised top-p .95")
-    assert "Fixes: megatron-rc explain RC102" in shown(diagnosis)
-    assert not [host for host in HOSTS if f"{host}:" in shown(diagnosis)]
-    text = " ".join(shown(diagnosis, host="TRL").split())
+    assert "Fixes: megatron-rc explain RC102" in terminal.text(diagnosis)
+    assert not [host for host in HOSTS if f"{host}:" in terminal.text(diagnosis)]
+    text = " ".join(terminal.text(diagnosis, host="TRL").split())
     assert f"RC102 in TRL: {diagnosis.verdicts[0].page.fixes['TRL']}" in text
     with pytest.raises(ValueError, match="unknown codebase 'trl2'; known: verl, slime"):
         terminal.host_named("trl2")
@@ -60,5 +60,5 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
 
 
 def test_what_is_shared_names_no_path() -> None:
-    text = shown(diagnosis_named("one stale server"), share=True)
+    text = terminal.text(diagnosis_named("one stale server"), share=True)
     assert SOURCE not in text and "Server c" not in text and "RC303" in text

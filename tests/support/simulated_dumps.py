@@ -4,7 +4,6 @@ Trainer: Gaussian logits times a log-normal sharpness that changes slowly along 
 with noise. A trap changes what the sampler draws from, what it logs, or what the trainer computes.
 """
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
 
-from megatron_rc.analyze import terminal
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.evidence import Evidence, Gathering
@@ -259,13 +256,6 @@ def evidence_of(*chunks: Chunk) -> Evidence:
 
 def levels(diagnosis: Diagnosis) -> dict[str, Level]:
     return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
-
-
-def shown(diagnosis: Diagnosis, **options: Any) -> str:
-    """What a terminal of 110 columns shows."""
-    file = io.StringIO()
-    terminal.show(diagnosis, console=Console(file=file, width=110, highlight=False), **options)
-    return file.getvalue()
 
 
 def write_dump(chunk: Chunk, path: Path) -> Path:
