@@ -110,7 +110,6 @@ def test_every_row_of_the_combinations_is_refused_by_an_example(monkeypatch: pyt
 
 NOT_OF_SETTINGS_ALONE = {
     "folder._branch_off": "judges what another run has left",
-    "grid._warmed": "sets one of them",
     "routing.moe_shape": "the model has no experts",
     "send_disk.__init__": "a job fills the folder in; an engine of another caller may lack it",
     "verdicts.check": "judges the jobs of a grid together",
