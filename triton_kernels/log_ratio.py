@@ -14,9 +14,9 @@ def load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside):
     train = tl.load(train_logprobs + rows, mask=inside, other=0.0).to(tl.float32)
     # false for NaN or +inf on either side, and for -inf from the sampler
     valid = loss & (train <= _POSITIVE_FROM) & (rollout <= _POSITIVE_FROM) & (rollout > float("-inf"))
-    # neither NaN nor infinite, but above 0
-    above = ((train > _POSITIVE_FROM) | (rollout > _POSITIVE_FROM)) & (train < float("inf")) & (rollout < float("inf"))
-    return tl.where(valid, train - rollout, 0.0), tl.where(valid, rollout, 0.0), valid, loss, loss & above
+    # and no NaN beside it
+    positive = loss & ((train > _POSITIVE_FROM) | (rollout > _POSITIVE_FROM)) & (train == train) & (rollout == rollout)
+    return tl.where(valid, train - rollout, 0.0), tl.where(valid, rollout, 0.0), valid, loss, positive
 
 
 @triton.jit

@@ -120,8 +120,8 @@ def correct(
 
     Raises:
         ValueError: mismatched shapes; missing advantages, statistics or segments that `correction` needs; "triton" with
-            a tensor that its kernels cannot take; for PyTorch on a CPU, cu_seqlens that do not ascend within 0 and N,
-            or lengths in their place; an argument of another type. Under set_debug_checks(True) also cu_seqlens on any
+            a tensor that its kernels cannot take; an argument of another type. For PyTorch on a CPU, cu_seqlens that do
+            not ascend within 0 and N, or lengths in their place. Under set_debug_checks(True) also cu_seqlens on any
             device, loss tokens that no sequence covers, segment_ids that do not ascend below num_segments, ranks of
             cp_group that hold other sequences.
 

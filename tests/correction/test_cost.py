@@ -29,7 +29,7 @@ EVERYTHING = RolloutCorrection(
 @pytest.mark.parametrize(
     "correction", [SEQ_MIS_AND_GEO_MASK, TWO_SIDED_AND_GEO_MASK, *(p.correction for p in PRESETS.values())]
 )
-def test_correcting_with_all_metrics_takes_at_most_100_operations(correction: RolloutCorrection) -> None:
+def test_correcting_with_all_metrics_takes_at_most_105_operations(correction: RolloutCorrection) -> None:
     batch = case([40, 60, 50])
     with OperationCount() as count:
         correct(*batch.arguments, correction=correction, **batch.options)
@@ -38,7 +38,7 @@ def test_correcting_with_all_metrics_takes_at_most_100_operations(correction: Ro
     if correction.weight is not None and correction.weight.level == "prefix":
         # three for each of the 8 doublings that reach from 1 to 150 tokens
         more += 3 * 8
-    assert sum(count.operations.values()) <= 100 + more
+    assert sum(count.operations.values()) <= 105 + more
     assert not count.waits
 
 

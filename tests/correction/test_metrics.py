@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import by_the_book, case
+from correction_book import below_zero, by_the_book, case
 from extras import correct
 
 from megatron_rc.correction import warnings as alarms
@@ -21,7 +21,9 @@ def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: flo
     ell = torch.tensor(log_ratios, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, *(lengths or [len(ell)])]).cumsum(0)
     mu = torch.full_like(ell, rollout)
-    return pair_metrics(mu + ell, mu, torch.ones_like(ell, dtype=torch.bool), cu_seqlens=cu_seqlens).values()
+    return pair_metrics(
+        *below_zero(mu + ell, mu), torch.ones_like(ell, dtype=torch.bool), cu_seqlens=cu_seqlens
+    ).values()
 
 
 def test_pair_metrics_are_those_of_correct_under_another_name() -> None:
@@ -209,9 +211,9 @@ def test_a_whole_fp32_batch_agrees_with_fp64_truth() -> None:
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.9])
 def test_equal_weights_have_a_standard_deviation_of_exactly_0(value: float) -> None:
     n = 1000
-    train = torch.full((n,), math.log(value))
+    train = torch.full((n,), math.log(value) - 4)
     correction = RolloutCorrection(Weight("token", "truncate", upper=9.0))
-    arguments = train, torch.zeros(n), torch.ones(n, dtype=torch.bool)
+    arguments = train, torch.full((n,), -4.0), torch.ones(n, dtype=torch.bool)
     options: dict[str, Any] = dict(correction=correction, cu_seqlens=torch.tensor([0, n]))
     assert correct(*arguments, **options).metrics.values()["weight_std"] == 0
     train[:500] += 1e-3

@@ -18,7 +18,7 @@ class LogRatio(NamedTuple):
     valid: Tensor
     """[N] bool: loss tokens whose log-probs are not corrupt."""
     positive: Tensor
-    """[N] bool: loss tokens with a finite log-prob above 0; they are corrupt."""
+    """[N] bool: loss tokens with a log-prob above 0, which is corrupt."""
     loss_mask: Tensor
     """[N] bool."""
 
@@ -44,7 +44,7 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
     # NaN for NaN on either side, and so neither below nor above the limit
     larger = torch.maximum(train, rollout)
     valid = loss_mask & (larger <= POSITIVE_FROM) & (rollout > -torch.inf)
-    positive = loss_mask & (larger > POSITIVE_FROM) & (larger < torch.inf)
+    positive = loss_mask & (larger > POSITIVE_FROM)
     pair = torch.stack([train - rollout, rollout])
     return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, positive, loss_mask)
 

@@ -10,12 +10,12 @@ from megatron_rc.correction.reference.segments import segment_reduce, unit_sums
 
 
 def prefix_sums(values: Tensor, offsets: Tensor, of_token: Tensor) -> Tensor:
-    """[N] sums of values [N] over the rows of the sequence up to and with each row.
+    """[N] sums of values [N] over the rows of the sequence up to and with each row, in the memory of the values.
 
     Sums of 2, 4, 8, ... rows are joined: no number is a difference, and none depends on other sequences.
     """
     place = torch.arange(len(values), device=values.device) - offsets.index_select(0, of_token)
-    sums, reach = values.clone(), 1
+    sums, reach = values, 1
     while reach < len(values):
         sums[reach:].add_(sums[:-reach].masked_fill(place[reach:] < reach, 0))
         reach *= 2
@@ -26,7 +26,7 @@ def log_prefixes(
     ratio: LogRatio, offsets: Tensor, of_token: Tensor, positions: Tensor | None, cp_group: Group
 ) -> Tensor:
     """[N] fp64 sums of l; positions [N] where the ranks of cp_group share sequences."""
-    sums = prefix_sums(ratio.value.double(), offsets, of_token)
+    sums = prefix_sums(ratio.value.to(torch.float64, copy=True), offsets, of_token)
     if positions is None or cp_group is None:
         return sums
     return sums + carried(ratio, offsets, of_token, positions, cp_group)
