@@ -1,4 +1,4 @@
-"""Write what docs/analyze.md and docs/rules/index.md say of `megatron-rc analyze` from its code.
+"""Write what docs/analyze.md and docs/rules/ say of `megatron-rc analyze` from its code.
 
     python benchmarks/diagnosis/analyze_docs.py
 
@@ -22,7 +22,7 @@ from megatron_rc.analyze.rules.rule import Page
 from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
-ANALYZE, INDEX = ROOT / "docs/analyze.md", ROOT / "docs/rules/index.md"
+ANALYZE, INDEX, REFERENCE = (ROOT / f"docs/{name}.md" for name in ("analyze", "rules/index", "rules/reference"))
 WIDTH = 118
 """Columns of a printed report."""
 THRESHOLDS = (
@@ -89,11 +89,11 @@ def report(dump: str, host: str) -> str:
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
-    "columns": (ANALYZE, column_tables),
-    "numbers": (ANALYZE, number_table),
+    "columns": (REFERENCE, column_tables),
+    "numbers": (REFERENCE, number_table),
     "healthy": (ANALYZE, lambda: report("examples/dumps/healthy.parquet", "")),
     "sick": (ANALYZE, lambda: report("examples/dumps/sick.parquet", "slime")),
-    "thresholds": (ANALYZE, threshold_table),
+    "thresholds": (REFERENCE, threshold_table),
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
 }

@@ -16,7 +16,7 @@ from megatron_rc.analyze.statistics.alignment import LAGS
 from megatron_rc.analyze.statistics.factors import FACTORS
 from megatron_rc.analyze.statistics.significance import LARGEST_SHARE
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/analyze.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs/rules/reference.md").read_text(encoding="utf-8")
 SECTIONS = ["How it is decided", "What else looks like this", "The experiment that decides", "Fix", "Seen in"]
 UNSAID = {"RC301": {rc301.FRESH, rc301.MOSTLY_CACHED}, "RC501": {rc501.UNSURE, rc501.FEWEST_UNSURE}}
 """Constants that a page describes in words: tenths, and what typical means."""
