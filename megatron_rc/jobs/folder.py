@@ -30,8 +30,8 @@ FOLDERS = ("checkpoints", KL_POLICY, "hf", "dump", "rejected", "sync", "tensorbo
 class Start(NamedTuple):
     """How a run starts."""
 
-    checkpoint: Path | None = None
-    """Where it goes on; None: at the beginning."""
+    goes_on_from: Path | None = None
+    """The saved step; None: the beginning."""
     finished: bool = False
     """Nothing is left to do."""
 

@@ -93,7 +93,7 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job | 
             serve(policy.export(), version)
 
         observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
-        job = Job(settings, groups, policy, engine, task, observers, start=start.checkpoint, export=export)
+        job = Job(settings, groups, policy, engine, task, observers, start=start.goes_on_from, export=export)
         if settings.train.eval_weights == "trained":
             job.serve_trained = serve_trained
         yield job
