@@ -25,7 +25,7 @@ from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
 ANALYZE, INDEX = ROOT / "docs/analyze.md", ROOT / "docs/rules/index.md"
-WIDTH = 118
+WIDTH = 100
 """Columns of a printed report."""
 THRESHOLDS = (
     "statistics.outcome_filter.LARGEST_CHANCE", "statistics.sums.ZERO_BELOW", "statistics.sign_flips.RUN",
