@@ -30,7 +30,7 @@ def page() -> str:
 
 
 def digest(text: str) -> str:
-    """Of the part of the page that the pictures show: the style sheet, and all before the charts."""
+    """Checksum of the part of the page that the pictures show: the style sheet, and all before the charts."""
     return hashlib.sha256(text.partition('<section class="panels">')[0].encode()).hexdigest()
 
 

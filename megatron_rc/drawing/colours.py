@@ -31,7 +31,7 @@ METHODS = {
 
 
 OTHER = "cyan"
-"""Of the methods without a colour of their own."""
+"""Colour of all other methods."""
 
 
 def hues(names: Sequence[str]) -> dict[str, str]:

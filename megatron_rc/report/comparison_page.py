@@ -12,7 +12,7 @@ from megatron_rc.drawing.frame import card, details, document, legend, plain, ti
 from megatron_rc.drawing.series import Series
 from megatron_rc.drawing.svg import Band, Line, Shape, chart, line_chart
 from megatron_rc.report.comparison import ComparedRun, Comparison, Ends, ends, outcome, percent, range_of, sentences
-from megatron_rc.report.context import flattened, lag_note, load_context, next_steps, tabled
+from megatron_rc.report.context import age_note, flattened, load_context, next_steps, tabled
 from megatron_rc.report.curves import series
 from megatron_rc.report.panels import ESS, GRAD_NORM, K3, PANELS, Curve, Panel
 
@@ -84,7 +84,7 @@ def _page(
     settings, fingerprint = read[0]
     machine = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
     figure = _figure(comparison, live, rows, _answering(settings))
-    age = lag_note(read[1][0])
+    age = age_note(read[1][0])
     differ, common = _settings(comparison, [tabled(settings) for settings, _ in read])
     cards = "".join(_card(comparison, live, records, curve, age) for curve in (K3, GRAD_NORM, ESS))
     dump = f"{comparison.uncorrected}/seed-{seeds[0]}/dump"

@@ -44,7 +44,7 @@ def _is_within(part: Mapping[str, Any], whole: Any) -> bool:
     return isinstance(whole, Mapping) and all(name in whole and whole[name] == value for name, value in part.items())
 
 
-def lag_note(settings: Mapping[str, Any]) -> str:
+def age_note(settings: Mapping[str, Any]) -> str:
     """What a panel of the gap adds where older weights sampled, with a leading space."""
     lag = dict(flattened(settings)).get("rollout.lag") or 0
     return f" Rollouts are up to {lag} updates old, so lag is part of this gap, or all of it." if lag else ""

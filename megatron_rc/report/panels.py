@@ -98,6 +98,7 @@ STEP_SECONDS = Curve("step", ("time/step_s",))
 ROUNDING = 1e-7
 """nats; a k3 up to this is what rounding in fp32 leaves of two equal policies."""
 SHARES = (0.0, 1.0)
+"""All values that a share can have."""
 
 PANELS = (
     Panel("Reward", "mean of the step", (REWARD,),
@@ -136,7 +137,7 @@ PANELS = (
         "near 1; below about 0.5 a few tokens or sequences decide the step.", noisy=True, in_picture=True, span=SHARES),
     Panel("Distance of log-perplexities", "nats per token", _against_sampler({"distance": "log_ppl_abs_diff"}),
         "Mean over sequences of |mean l|: the distance of the two log-perplexities, where differences cannot cancel.",
-        "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True),
+        "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True, span=(0.0, 1e-3)),
     Panel("Log-perplexity", "nats per token",
         _against_sampler({"trainer": "train_log_ppl", "sampler": "rollout_log_ppl"}),
         "Mean negative log-probability of the sampled responses, by each engine; its exp is the perplexity.",

@@ -9,7 +9,7 @@ from megatron_rc.drawing.frame import card, details, document, legend, tile
 from megatron_rc.drawing.heat_map import heat_map
 from megatron_rc.drawing.series import Mark, Series
 from megatron_rc.drawing.svg import line_chart
-from megatron_rc.report.context import lag_note, load_context, next_steps, tabled
+from megatron_rc.report.context import age_note, load_context, next_steps, tabled
 from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import ESS, K3, PANELS, ROUTE_PANELS, Panel
@@ -92,7 +92,7 @@ def _meant(settings: Mapping[str, Any]) -> Iterator[Panel]:
     for panel in PANELS:
         curves = tuple(curve for curve in panel.curves if corrects or not curve.of_correction)
         if curves:
-            note = lag_note(settings) if {*K3.keys, *ESS.keys} & {key for curve in curves for key in curve.keys} else ""
+            note = age_note(settings) if {*K3.keys, *ESS.keys} & {key for curve in curves for key in curve.keys} else ""
             yield panel._replace(curves=curves, meaning=panel.meaning + note)
 
 

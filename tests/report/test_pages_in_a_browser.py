@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import WIDTHS, chromium, seen
+from browser import WIDTHS, seen
 from simulated_dumps import diagnosed, policy_lag, world
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -139,7 +139,3 @@ def test_lag_says_what_now(pages: dict[str, str]) -> None:
     lag = pages["lag"]
     assert "What now: accept it, correct for it, or lower the lag, by codebase" in lag
     assert "--update-weights-interval 1" in lag
-
-
-def test_the_browser_of_these_tests_is_the_one_of_debian() -> None:
-    assert Path(chromium()).name in ("chromium", "google-chrome")
