@@ -53,6 +53,7 @@ run_tests() {
     esac
 }
 
+command -v chromium >/dev/null || say "no chromium: tests of pages in a browser are skipped (apt-get install chromium)"
 say "pytest"
 run_tests "$@"
 for process in ${background[@]+"${background[@]}"}; do wait "$process" || die "mypy found what it printed above"; done

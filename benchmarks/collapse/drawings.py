@@ -1,20 +1,22 @@
 """Draw the data of a figure into a PNG that carries its digest."""
 
 import itertools
+import math
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collapse.figure_data import Data, FigureSettings, digest
 from collapse.rows import UNSEEN
 from collapse.rules import counted
-from megatron_rc.report.picture import SOFT, style_axes
+from megatron_rc.drawing.colours import LIGHT, METHODS, OTHER
+from megatron_rc.report.picture import COLORS, SOFT, style_axes
 from megatron_rc.report.picture import TEXT as INK
 
-# colours of Okabe and Ito, which the colour-blind tell apart
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d6878", "#1b2330")
+DASHES = ("-", (0, (3, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (8, 3)), (0, (2, 3)))
 MARKERS = "osD^vPX*"
 WIDTH = 10.0
 """Inches; 1,300 pixels."""
@@ -34,7 +36,7 @@ def draw(figure: FigureSettings, data: Data, path: Path) -> None:
 
     canvas = Figure(layout="constrained", facecolor="white")
     canvas.suptitle(textwrap.fill(data["title"], 95), fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
-    DRAWN[figure.kind](canvas, data)
+    DRAWN[figure.kind](canvas, data, looks(figure))
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(
         path, dpi=130, bbox_inches="tight", pad_inches=0.12, metadata={"Description": digest(data), "Software": None}
@@ -47,6 +49,26 @@ def drawn_digest(path: Path) -> str:
     content = path.read_bytes()
     start = content.index(marker) + len(marker)
     return content[start : start + 64].decode()
+
+
+class Look(NamedTuple):
+    """How the arm of a figure is drawn: in the colour of its method, and its lines unlike others of that colour."""
+
+    color: str
+    dashes: Any
+    control: bool
+
+
+def looks(figure: FigureSettings) -> dict[str, Look]:
+    """Maps the label of each arm to its look."""
+    arms = figure.arms.values()
+    methods = ["exact" if arm.get("mechanism") == "exact" else str(arm.get("method")) for arm in arms]
+    return {
+        label: Look(
+            LIGHT[METHODS.get(method, OTHER)], DASHES[methods[:number].count(method) % len(DASHES)], "control" in arm
+        )
+        for number, ((label, arm), method) in enumerate(zip(figure.arms.items(), methods, strict=True))
+    }
 
 
 def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict[str, Any]:
@@ -66,31 +88,31 @@ def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict
     return panels
 
 
-def _curves(canvas: Any, data: Data) -> None:
+def _curves(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     panels = _panels(canvas, list(data["panels"]), data["columns"], 2.5)
-    for number, (label, panel) in enumerate(data["panels"].items()):
-        axes, color = panels[label], COLORS[number % len(COLORS)]
+    for label, panel in data["panels"].items():
+        axes, color = panels[label], shown[label].color
         if data["exact"] and panel["mean"] != data["exact"]:
             axes.plot(*zip(*data["exact"], strict=True), color=SOFT, lw=1.2, ls=(0, (4, 2)))
         for line in panel["seeds"].values():
             axes.plot(*zip(*line, strict=True), color=color, lw=0.8, alpha=0.55)
         axes.plot(*zip(*panel["mean"], strict=True), color=color, lw=2.6)
         failures = f"{panel['failed']} of {panel['runs']} failed" if panel["runs"] else "no exact run to compare"
-        norm = "" if panel["grad_norm"] is None else f"\ngradient norm {panel['grad_norm']:.2f}"
+        norm = "" if panel["grad_norm"] is None else f", gradient norm {panel['grad_norm']:.2f}"
         text = f"{counted(len(panel['seeds']), 'seed')}, {failures}{norm}"
-        # above the curves of runs that end low
-        y = 0.03 if panel["mean"][-1][1] > 0.4 else 0.55
-        axes.text(0.98, y, text, transform=axes.transAxes, ha="right", fontsize=8.5, color=INK, in_layout=False)
+        # between title and axes, where no curve runs
+        axes.set_title(label, fontsize=10.5, loc="left", color=INK, pad=16)
+        axes.text(0, 1.025, text, transform=axes.transAxes, fontsize=8, color=SOFT)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     canvas.supxlabel("step", fontsize=10, color=SOFT)
     canvas.supylabel("held-out accuracy", fontsize=10, color=SOFT)
 
 
-def _strength(canvas: Any, data: Data) -> None:
+def _strength(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     """Failures by k3; mechanisms that do not show in k3 stand beside it, one strength after the other."""
-    looks = zip(data["series"], itertools.cycle(COLORS), itertools.cycle(MARKERS), strict=False)
-    styles = {label: {"color": color, "fmt": marker} for label, color, marker in looks}
+    markers = dict(zip(data["series"], itertools.cycle(MARKERS), strict=False))
+    styles = {label: {"color": shown[label].color, "fmt": marker} for label, marker in markers.items()}
     unseen = [(label, point) for label, points in data["series"].items() for point in points if point["k3"] < UNSEEN]
     canvas.set_size_inches(WIDTH, 5.2 if unseen else 4.4)
     beside, axes = canvas.subplots(1, 2, sharey=True, width_ratios=[max(1, len(unseen)), 14])
@@ -99,7 +121,7 @@ def _strength(canvas: Any, data: Data) -> None:
     for number, (label, points) in enumerate(data["series"].items()):
         seen = [point for point in points if point["k3"] >= UNSEEN]
         x = [point["k3"] * 1.04 ** (number - 2) for point in seen]
-        _shares(axes, x, seen, ls="-", label=label, **styles[label])
+        _shares(axes, x, seen, ls=shown[label].dashes, label=label, **styles[label])
         for place, point in zip(x, seen, strict=True):
             # neighbours of other arms write above and below
             axes.annotate(point["strength"], (place, point["share"][0]), xytext=(5, 5 if number % 2 else -11),
@@ -132,19 +154,17 @@ def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None
     axes.errorbar(x, values, yerr=bars, lw=1.4, ms=6, capsize=3, elinewidth=1, **{"ls": "none"} | style)
 
 
-def _survival(canvas: Any, data: Data) -> None:
+def _survival(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     axes = _single(canvas, 4.2)
     for number, (label, series) in enumerate(data["series"].items()):
-        color = COLORS[number % len(COLORS)]
         steps, shares = map(list, zip([0.0, 1.0], *series["curve"], strict=True))
         # curves of arms that all live would hide one another
         shift = 0.006 * number
         test = "" if series["p"] is None else f", log-rank p {series['p']:.2g}"
         name = f"{label} ({counted(series['runs'], 'run')}{test})"
-        dashes = "-" if number < len(COLORS) else (0, (3, 1.5))
         heights = [share - shift for share in [*shares, shares[-1]]]
-        axes.plot([*steps, series["end"]], heights, drawstyle="steps-post", color=color, lw=2, ls=dashes,
-                  label=name)  # fmt: skip
+        axes.plot([*steps, series["end"]], heights, drawstyle="steps-post", color=shown[label].color, lw=2,
+                  ls=shown[label].dashes, label=name)  # fmt: skip
     axes.set_ylim(-0.05, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.set_xlabel("step", fontsize=10, color=SOFT)
@@ -152,7 +172,7 @@ def _survival(canvas: Any, data: Data) -> None:
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _diagram(canvas: Any, data: Data) -> None:
+def _diagram(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     panels = _panels(canvas, list(data["panels"]), data["columns"], 3.0)
     from matplotlib.ticker import NullLocator
 
@@ -160,14 +180,12 @@ def _diagram(canvas: Any, data: Data) -> None:
     rates = sorted({cell["lr"] for cells in data["panels"].values() for cell in cells})
     for label, cells in data["panels"].items():
         axes = panels[label]
-        places = [cell["depth"] for cell in cells]
-        dots = axes.scatter(places, [cell["lr"] for cell in cells], c=[cell["share"] for cell in cells],
-                            cmap="cividis_r", vmin=0, vmax=1, s=130, edgecolors=INK, linewidths=0.7)  # fmt: skip
+        # the largest first, so that none hides a smaller one
+        cells = sorted(cells, key=lambda cell: -cell["runs"])
+        depths, heights, shares = ([cell[name] for cell in cells] for name in ("depth", "lr", "share"))
+        dots = axes.scatter(depths, heights, c=shares, s=[60 * math.sqrt(cell["runs"]) for cell in cells],
+                            cmap="cividis_r", vmin=0, vmax=1, edgecolors=INK, linewidths=0.7)  # fmt: skip
         axes.axvline(1, color=SOFT, lw=1, ls=(0, (4, 2)))
-        for number, (place, cell) in enumerate(sorted(zip(places, cells, strict=True), key=lambda pair: pair[0])):
-            # neighbours have their numbers above and below
-            axes.annotate(str(cell["runs"]), (place, cell["lr"]), xytext=(0, -16 if number % 2 else 9),
-                          textcoords="offset points", ha="center", fontsize=7.5, color=SOFT)  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.margins(0.18)
@@ -177,16 +195,17 @@ def _diagram(canvas: Any, data: Data) -> None:
     canvas.supxlabel(label, fontsize=10, color=SOFT)
     canvas.supylabel("learning rate", fontsize=10, color=SOFT)
     bar = canvas.colorbar(dots, ax=list(panels.values()), format=lambda value, _: f"{100 * value:.0f} %", pad=0.02)
-    bar.set_label("runs that failed (number: runs)", fontsize=9, color=SOFT)
+    bar.set_label("runs that failed", fontsize=9, color=SOFT)
     bar.ax.tick_params(labelsize=8, colors=SOFT)
 
 
-def _controls(canvas: Any, data: Data) -> None:
+def _controls(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     axes = _single(canvas, 0.42 * len(data["series"]) + 1.5)
     labels = list(data["series"])
     rows: list[tuple[float, tuple[str, str, str]]] = [(-1.0, ("failed", "gradient\nnorm", "tokens\ndropped"))]
-    for place, series in enumerate(data["series"].values()):
-        _scattered(axes, place, series["finals"], series["mean"], COLORS[1] if series["control"] else COLORS[0])
+    for place, (label, series) in enumerate(data["series"].items()):
+        look = shown[label]
+        _scattered(axes, place, series["finals"], series["mean"], look.color, hollow=look.control)
         failures = f"{series['failed']} of {series['runs']}" if series["runs"] else "unknown"
         norm = "" if series["grad_norm"] is None else f"{series['grad_norm']:.2f}"
         dropped = f"{series['dropped']:.1%}" if series["dropped"] else ""
@@ -209,17 +228,20 @@ def _single(canvas: Any, height: float) -> Any:
     return axes
 
 
-def _scattered(axes: Any, place: int, values: list[float], middle: list[float] | None, color: str) -> None:
+def _scattered(
+    axes: Any, place: int, values: list[float], middle: list[float] | None, color: str, *, hollow: bool = False
+) -> None:
     """Values around a place of the y axis, with their middle and its interval."""
     heights = [place + 0.1 * ((number % 3) - 1) for number in range(len(values))]
-    axes.scatter(values, heights, color=color, s=18, alpha=0.7, linewidths=0)
+    face, edge = ("none", 1.1) if hollow else (color, 0.0)
+    axes.scatter(values, heights, facecolors=face, edgecolors=color, s=18, alpha=0.8, linewidths=edge)
     if middle:
         value, low, high = middle
         error = [[value - low], [high - value]]
         axes.errorbar(value, place, xerr=error, fmt="|", color=INK, ms=13, mew=2, capsize=0, elinewidth=2)
 
 
-def _order(canvas: Any, data: Data) -> None:
+def _order(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     canvas.set_size_inches(WIDTH, 4.2)
     left, right = canvas.subplots(1, 2, width_ratios=(1, 1.15))
     for axes in (left, right):

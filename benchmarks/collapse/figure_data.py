@@ -168,7 +168,6 @@ def _controls(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
         hits, runs = results.count(rows, "failed")
         series[label] = {"finals": sorted(finals), "mean": _finite(mean(finals)), "failed": hits, "runs": runs}
         series[label] |= {name: _known_mean(rows, name) for name in ("grad_norm", "dropped")}
-        series[label]["control"] = any(row.control != "none" for row in rows)
     return {"series": series}
 
 

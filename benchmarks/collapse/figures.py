@@ -86,10 +86,10 @@ FIGURES = (
     FigureSettings("diagram", "diagram", "Runs that failed, by T / T* and learning rate", columns=4,
         note="""A point is one setting of one mechanism, at the T / T* of the runs that correct nothing there, so that
         a correction stands below the runs that it is compared with. A point of the exact sampler that fails at a
-        learning rate would say that the rate is to blame. The number beside a point counts its runs.""",
+        learning rate would say that the rate is to blame. The larger a point, the more runs it has.""",
         arms=EXACT | methods({}, "none", "token-tis", "seq-tis")),
     FigureSettings("controls", "controls", "Final accuracy of corrections and of their controls",
-        note="""Controls are orange. Seeds, their mean and Student's 90 % interval; at the right the runs that failed,
+        note="""Controls are hollow. Seeds, their mean and Student's 90 % interval; at the right the runs that failed,
         the mean gradient norm before clipping, and the share of the tokens that is dropped.""",
         arms=EXACT | exact("token-tis", "seq-tis", "seq-mis", "geo-mask")
         | methods(LAG_16, "none", "token-tis", label=OLD) | shuffled("token-tis")

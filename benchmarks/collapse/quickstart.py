@@ -4,7 +4,7 @@
     python benchmarks/collapse/quickstart.py                                # only the tables and the picture
 
 The first command trains and writes one row per finished run into results/quickstart.csv. Both draw
-docs/images/quickstart_collapse.png and .svg, and print the tables of docs/results.md.
+docs/images/quickstart_collapse-light.svg and -dark.svg, and print the tables of docs/results.md.
 """
 
 import argparse
@@ -19,16 +19,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
 from collapse.runs import PLAIN, load
+from megatron_rc.drawing.colours import DARK, LIGHT
 from megatron_rc.files import read_csv, write_csv
 from megatron_rc.jobs import grid as grids
-from megatron_rc.report.comparison import ComparedRun, Comparison, ends, read_compared
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, read_compared, separation
 from megatron_rc.report.comparison_picture import draw_comparison
 from megatron_rc.report.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/quickstart.yaml"
 ROWS = ROOT / "benchmarks/collapse/results/quickstart.csv"
-PICTURE = ROOT / "docs/images/quickstart_collapse.png"
+PICTURES = {
+    ROOT / "docs/images/quickstart_collapse-light.svg": LIGHT,
+    ROOT / "docs/images/quickstart_collapse-dark.svg": DARK,
+}
 
 
 def of_recipe() -> Comparison:
@@ -81,13 +85,6 @@ def baselines() -> str:
     return "\n".join(lines)
 
 
-def separation(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
-    """How many seeds ended lower without correction, as the first picture of README.md says."""
-    found = ends(rows, comparison)
-    separated = sum(end.separated(comparison.points) for end in found.values())
-    return f"{separated} of {len(found)} seeds end {comparison.points:g} points or more lower without correction"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="run these seeds and write the rows")
@@ -105,8 +102,8 @@ def main() -> None:
     comparison, rows = of_recipe(), read_csv(ComparedRun, ROWS)
     if not ends(rows, comparison):
         raise SystemExit(f"{ROWS} holds no seed with all three runs; --seeds runs them")
-    for path in (PICTURE, PICTURE.with_suffix(".svg")):
-        draw_comparison(comparison, rows, [], path)
+    for path, colours in PICTURES.items():
+        draw_comparison(comparison, rows, [], path, colours)
     print(separation(rows, comparison), table(rows, comparison), baselines(), sep="\n\n")
 
 

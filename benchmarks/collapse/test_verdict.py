@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pictures import same_picture
 
 from collapse import checks, page
 from collapse import made_up as lab
@@ -211,12 +212,15 @@ def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Pa
     assert digest(pictures(FIGURES[0], other)[0].data) != digest(wanted["arms"].data)
 
 
-def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
+def test_the_page_and_its_figures_are_what_the_committed_files_say(tmp_path: Path) -> None:
     results, document = load(recipes=RECIPES), ROOT / "docs/collapse.md"
     assert document.read_text() == page.text(results), "python benchmarks/collapse/verdict.py --docs"
     wanted = {each.name: digest(each.data) for figure in FIGURES for each in pictures(figure, results)}
     drawn = {file.stem: drawn_digest(file) for file in (ROOT / "docs" / page.IMAGES).glob("*.png")}
     assert drawn == wanted, "python benchmarks/collapse/verdict.py --docs"
+    page.write(results, tmp_path)
+    for file in (tmp_path / page.IMAGES).glob("*.png"):
+        assert same_picture(file, ROOT / "docs" / page.IMAGES / file.name), f"{file.name}: the code draws it otherwise"
 
 
 def test_the_ranges_of_recommendations_are_those_of_the_committed_runs_with_a_correction() -> None:

@@ -23,7 +23,7 @@ from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
 ANALYZE, INDEX, REFERENCE = (ROOT / f"docs/{name}.md" for name in ("analyze", "rules/index", "rules/reference"))
-WIDTH = 118
+WIDTH = 100
 """Columns of a printed report."""
 THRESHOLDS = (
     "statistics.outcome_filter.LARGEST_CHANCE", "statistics.sums.ZERO_BELOW", "statistics.sign_flips.RUN",

@@ -1,9 +1,10 @@
 """What documents say of `megatron-rc analyze` is what its code says, and every rule has a picture."""
 
 import pytest
+from PIL import Image
 from simulated_dumps import TRAPS, world
 
-from diagnosis import analyze_docs, rule_pictures
+from diagnosis import analyze_docs, page_pictures, rule_pictures
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
@@ -20,6 +21,12 @@ def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
     legend = axes.get_legend()
     assert legend is not None
     assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]
+
+
+def test_the_pictures_of_the_page_show_the_page_of_today() -> None:
+    wanted = page_pictures.digest(page_pictures.page())
+    shown = {path.name: Image.open(path).text.get(page_pictures.MARK) for path in page_pictures.PICTURES}
+    assert shown == dict.fromkeys(shown, wanted), "python benchmarks/diagnosis/page_pictures.py"
 
 
 @pytest.mark.parametrize("name", sorted(analyze_docs.BLOCKS))

@@ -11,26 +11,30 @@ from matplotlib.figure import Figure
 from gradients.consecutive import LAG, arms_of, runs_of
 from gradients.rows import Z90, Row
 from gradients.steps import EXACT_ARM, Step
-from megatron_rc.report.picture import COLORS
+from megatron_rc.drawing.colours import LIGHT, METHODS
+from megatron_rc.drawing.colours import OTHER as OTHER_HUE
+from megatron_rc.report.picture import SOFT, TEXT
 
-SHOWN = {
-    "none": (COLORS[1], "o", "none (old: recompute)"),
-    "none, old: rollout": (COLORS[3], "D", "none, old: rollout"),
-    "sequence IS": ("#111827", "x", "sequence IS, no bound"),
-    "token-tis": (COLORS[0], "s", "token-tis"),
-    "seq-tis": (COLORS[2], "^", "seq-tis"),
-    "seq-mis": (COLORS[4], "v", "seq-mis"),
-    "standardized": ("#dc2626", "P", "standardized"),
+MARKERS = {
+    **{"none": "o", "none, old: rollout": "D", "sequence IS": "x", "token-tis": "s", "seq-tis": "^", "seq-mis": "v"},
+    "standardized": "P",
 }
-"""Colour, marker and name of the estimators with a colour of their own; all others are grey."""
-OTHER = ("#9aa5b4", ".", "other presets")
+"""Estimators with a colour of their own; all others are grey."""
+NAMES = {"none": "none (old: recompute)", "sequence IS": "sequence IS, no bound"}
+"""Estimators that the legend calls otherwise than the rows do."""
+Style = tuple[str, str, str]
+"""Colour, marker and name."""
+SHOWN: dict[str, Style] = {
+    name: (LIGHT[METHODS.get(name, OTHER_HUE)], marker, NAMES.get(name, name)) for name, marker in MARKERS.items()
+}
+OTHER: Style = ("#9aa5b4", ".", "other presets")
 DROPS_ALL = 0.9
 """Estimators that drop more of the tokens are not drawn: nearly no gradient is left."""
 WIDTH = 0.72
 """Width of a column, over the distance of two."""
 BLOCK = 10
 """Steps per point."""
-EXACT_STYLE = ("#5d6878", "*", EXACT_ARM)
+EXACT_STYLE: Style = (SOFT, "*", EXACT_ARM)
 LEAST = 1e-2
 """T / T* at which rollouts without a gap are drawn."""
 Point = tuple[float, float, float]
@@ -64,7 +68,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
             mine = {row.estimator: row for row in rows if (row.k3, row.step, row.lag) == (k3, step, lag)}
             [exact] = [panel.value(row)[0] for row in rows if row.step == step and row.estimator == "exact"]
             ends = (column - WIDTH / 2, column + WIDTH / 2)
-            axes.plot(ends, (exact, exact), color="#5d6878", lw=1.2, ls="--", label="exact rollouts")
+            axes.plot(ends, (exact, exact), color=SOFT, lw=1.2, ls="--", label="exact rollouts")
             for number, name in enumerate(names):
                 if mine[name].dropped <= DROPS_ALL:
                     place = column + WIDTH * ((number + 0.5) / len(names) - 0.5)
@@ -76,20 +80,20 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
     title = "Estimates of the policy gradient from old rollouts, at checkpoints of one run that corrects nothing"
-    figure.suptitle(title, fontsize=12, color="#1b2330")
+    figure.suptitle(title, fontsize=12, color=TEXT)
     figure.savefig(path, dpi=110)
     return path
 
 
 def style(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left", fontweight="bold", color="#1b2330")
-    axes.grid(axis="y", color="#e4e8ee", lw=0.8)
-    axes.tick_params(labelsize=9, colors="#5d6878")
+    axes.set_title(title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
+    axes.grid(axis="y", color=LIGHT["grid"], lw=0.8)
+    axes.tick_params(labelsize=9, colors=SOFT)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _point(axes: Any, place: float, value: float, error: float, style: tuple[str, str, str]) -> None:
+def _point(axes: Any, place: float, value: float, error: float, style: Style) -> None:
     color, marker, label = style
     half = [[Z90 * error]] * 2
     axes.errorbar([place], [value], yerr=half, color=color, marker=marker, ms=5, ls="", lw=1, capsize=0, label=label)
@@ -116,7 +120,7 @@ def draw_steps(steps: Sequence[Step], path: Path) -> Path:
     style(over_time, "cosine of the gradients of a step and the one before")
     style(over_depth, "the same, by the gap of the rollouts")
     for axes, label in ((over_time, "step"), (over_depth, f"T / T* (at the left edge: {LEAST:g} or less)")):
-        axes.set_xlabel(label, fontsize=9, color="#5d6878")
+        axes.set_xlabel(label, fontsize=9, color=SOFT)
         axes.axhline(0, color="#9aa5b4", lw=0.8)
     over_time.set_ylim(-0.3, 0.85)
     over_time.legend(fontsize=9, frameon=False)

@@ -96,6 +96,7 @@ def analyze(
     from megatron_rc.analyze.diagnosis import diagnose_dump
     from megatron_rc.analyze.pages import html as pages
     from megatron_rc.analyze.rules import check_code
+    from megatron_rc.drawing.frame import without_folder
 
     # what is wrong with an option is said before a large dump is read
     if not no_html:
@@ -124,7 +125,11 @@ def analyze(
     if rc is not None:
         diagnosis.recommendation.write(rc)
     if not no_html:
-        path = pages.write(diagnosis, html, share=share, what_if=bool(what_if))
+        options = {"format": dump_format, "select": select, "ignore": ignore, "host": host}
+        given = [f"--{name} {value}" for name, value in options.items() if value]
+        given += ["--what-if"] * bool(what_if) + ["--share"] * share
+        command = " ".join(["megatron-rc analyze", "DUMP" if share else without_folder(str(dump)), *given])
+        path = pages.write(diagnosis, html, share=share, what_if=bool(what_if), command=command)
         # the program that reads JSON or annotations finds nothing else on standard output
         print(PAGE_LINE.format(path), file=sys.stderr if as_json or require_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):

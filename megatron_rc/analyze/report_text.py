@@ -82,12 +82,14 @@ def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, st
             return "not run"
         return test.undecided if test.p is None else honesty_probability(evidence, test)
 
+    # the test has one side: a p-value of 1 would read as if something had been found
+    above = p(panel.z_log_ratio) if panel.mean_log_ratio > 0 else "not above 0"
     surprise = "-" if panel.z_surprise is None else f"{panel.z_surprise.z:+.1f}"
     zeros = f"of the tokens; {panel.impossible_zeros:.2%} where the trainer gives less than one half"
     return [
         ("z_rho", f"{panel.z_ratio.z:+.1f}", p(panel.z_ratio), _mean_ratio(evidence, panel)),
         ("z_W", surprise, p(panel.z_surprise), _surprise(panel)),
-        ("mean l", f"{panel.mean_log_ratio:+.1e}", p(panel.z_log_ratio), "nats; above 0 is impossible for honest logs"),
+        ("mean l", f"{panel.mean_log_ratio:+.1e}", above, "nats; above 0 is impossible for honest logs"),
         ("kappa", f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}", "", _kappa(panel)),
         ("log mu = 0", f"{panel.exact_zeros:.2%}", "", zeros),
         ("equal", f"{panel.exact:.2%}", "", "of the tokens have both log-probs equal bit for bit"),

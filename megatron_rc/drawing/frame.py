@@ -1,12 +1,16 @@
 """The frame of a page that needs no network: style sheet and script; light and dark follow the reader's system."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
+from megatron_rc.drawing.colours import SERIES, style_sheet
+
 _HERE = resources.files("megatron_rc.drawing")
-STYLE = (_HERE / "frame.css").read_text(encoding="utf-8")
+STYLE = style_sheet() + (_HERE / "frame.css").read_text(encoding="utf-8")
 SCRIPT = (_HERE / "frame.js").read_text(encoding="utf-8")
 """Shows the points of all series nearest to the pointer, in a box next to it."""
 
@@ -32,9 +36,10 @@ def card(title: str, unit: str, inside: str, sentence: str) -> str:
     return f"<article><h2>{escape(title)} <small>{escape(unit)}</small></h2>{inside}<p>{sentence}</p></article>"
 
 
-def legend(names: Iterable[str]) -> str:
+def legend(names: Iterable[str], colours: Sequence[str] = SERIES) -> str:
     """The names of curves, in the order of their colours."""
-    shown = "".join(f'<span><i class="c{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    pairs = zip(names, itertools.cycle(colours), strict=False)
+    shown = "".join(f'<span><i class="{colour}"></i>{escape(name)}</span>' for name, colour in pairs)
     return f'<div class="legend">{shown}</div>'
 
 
@@ -43,13 +48,19 @@ def tile(value: str, label: str, note: str) -> str:
     return f'<div class="tile"><b>{value}</b><span>{escape(label)}</span><small>{escape(note)}</small></div>'
 
 
-def details(title: str, rows: Mapping[str, Any]) -> str:
-    """A table that can be folded away; nothing without rows."""
+def details(title: str, rows: Mapping[str, Any], opened: bool = False) -> str:
+    """A table that a click on its title opens or closes; nothing without rows."""
     if not rows:
         return ""
-    body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(_shown(v))}</td></tr>" for k, v in rows.items())
-    return f"<details open><summary>{escape(title)}</summary><table>{body}</table></details>"
+    body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(plain(v))}</td></tr>" for k, v in rows.items())
+    return f"<details{' open' * opened}><summary>{escape(title)}</summary><table>{body}</table></details>"
 
 
-def _shown(value: Any) -> str:
+def without_folder(text: str) -> str:
+    """``text``, or .../NAME if it is an absolute path, which would name folders of this machine."""
+    return f".../{PurePath(text).name}" if PurePath(text).is_absolute() else text
+
+
+def plain(value: Any) -> str:
+    """A setting as YAML has it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,5 +1,6 @@
 """Charts as inline SVG; the page's style sheet colours them, and its script reads values from an attribute."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from html import escape
 from typing import Protocol
 
 from megatron_rc.drawing.axes import Axis, label_of, linear_axis, log_axis
+from megatron_rc.drawing.colours import SERIES
 from megatron_rc.drawing.series import Mark, Series, smoothed
 
 WIDTH, HEIGHT = 440, 230  # units of the viewBox: a page scales charts, and text with them
@@ -32,7 +34,7 @@ class Line:
     steps: Sequence[float]
     values: Sequence[float]
     kind: str
-    """Classes of the style sheet: c0 to c4, and perhaps faint, mean, dashed or thin."""
+    """Classes of the style sheet: a colour, and perhaps faint, mean, dashed or thin."""
     dots: bool = False
     """Mark the points if there are at most DOTS_UP_TO."""
 
@@ -117,7 +119,14 @@ def chart(
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, logarithmic: bool = False, noisy: bool = False, marks: Sequence[Mark] = ()
+    series: Sequence[Series],
+    *,
+    title: str,
+    logarithmic: bool = False,
+    noisy: bool = False,
+    marks: Sequence[Mark] = (),
+    colours: Sequence[str] = SERIES,
+    span: tuple[float, float] | None = None,
 ) -> str:
     """An SVG element with lines over the steps of a run.
 
@@ -125,18 +134,20 @@ def line_chart(
         series: at least one, each with at least one point; all values > 0 if logarithmic.
         noisy: draw long series faintly, with their moving average on top.
         marks: labelled vertical lines; those outside the steps of the series are left out.
+        colours: one per series.
+        span: range that the vertical axis has at least.
     """
     horizontal = linear_axis(min(s.steps[0] for s in series), max(s.steps[-1] for s in series), whole=True)
-    values = [value for s in series for value in s.values]
+    values = [value for s in series for value in s.values] + list(span or ())
     vertical = log_axis(min(values), max(values)) if logarithmic else linear_axis(min(values), max(values))
     shapes: list[Shape] = []
     shown = [thinned(s) for s in series]
-    for index, (whole, thin) in enumerate(zip(series, shown, strict=True)):
+    for whole, thin, colour in zip(series, shown, itertools.cycle(colours), strict=False):
         faint = noisy and len(whole.values) >= NOISY_FROM
-        shapes.append(Line(thin.steps, thin.values, f"c{index}{' faint' if faint else ''}", dots=not faint))
+        shapes.append(Line(thin.steps, thin.values, f"{colour}{' faint' if faint else ''}", dots=not faint))
         if faint:
             smooth = thinned(whole._replace(values=smoothed(whole.values)))
-            shapes.append(Line(smooth.steps, smooth.values, f"c{index} mean"))
+            shapes.append(Line(smooth.steps, smooth.values, f"{colour} mean"))
     return chart(shapes, horizontal, vertical, title=title, across="step", marks=marks, hover=shown)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron_rc.drawing.colours import hues
 from megatron_rc.report import panels
 from megatron_rc.report.curves import phase_of, value_of, values_of
 from megatron_rc.schema.limits import check_at_least, check_positive
@@ -43,6 +44,11 @@ class Comparison:
     @property
     def choices(self) -> tuple[str, str, str]:
         return self.exact, self.uncorrected, self.corrected
+
+    @property
+    def hues(self) -> dict[str, str]:
+        """Maps each choice to its colour in every figure."""
+        return dict(zip(self.choices, hues(["exact", "none", self.corrected]).values(), strict=True))
 
     def label(self, choice: str) -> str:
         return self.labels.get(choice, choice)
@@ -104,25 +110,34 @@ def ends(runs: Sequence[ComparedRun], comparison: Comparison) -> dict[int, Ends]
 
 
 def sentences(runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], comparison: Comparison) -> list[str]:
-    """Whether each seed of ``runs`` separated and by how much, then how many seeds of ``rows`` did."""
+    """How the runs of each seed of ``runs`` ended, then how many seeds of ``rows`` separated."""
     said = []
     for seed, end in ends(runs, comparison).items():
-        exact, corrected = (100 * (value - end.uncorrected) for value in (end.exact, end.corrected))
-        values = (
-            f"mean of the last {comparison.window} evaluations: "
-            f"{end.uncorrected:.0%} ({comparison.label(comparison.uncorrected)}), "
-            f"{end.exact:.0%} ({comparison.label(comparison.exact)}, {exact:+.0f} points), "
-            f"{end.corrected:.0%} ({comparison.label(comparison.corrected)}, {corrected:+.0f} points)"
+        shown = f"Seed {seed}: {outcome(end, comparison)}, {percent(end.exact)} with the exact sampler"
+        means = f"mean of the last {comparison.window} evaluations"
+        alike = (
+            "" if end.separated(comparison.points) else f" The first is not {comparison.points:g} points below both."
         )
-        if end.separated(comparison.points):
-            said.append(f"Seed {seed} separated; {values}.")
-        else:
-            missing = f"the last two would have to be {comparison.points:g} points above the first"
-            said.append(f"Seed {seed} did not separate; {values}; {missing}.")
-    if committed := ends(rows, comparison):
-        count = sum(end.separated(comparison.points) for end in committed.values())
-        said.append(f"Of {len(committed)} seeds that were run before, {count} separated.")
+        said.append(f"{shown} ({means}).{alike}")
+    if ends(rows, comparison):
+        said.append(f"Runs made before: {separation(rows, comparison)}.")
     return said
+
+
+def separation(runs: Sequence[ComparedRun], comparison: Comparison) -> str:
+    """How many seeds end lower without correction than with it and than with the exact sampler."""
+    found = ends(runs, comparison)
+    separated = sum(end.separated(comparison.points) for end in found.values())
+    return f"{separated} of {len(found)} seeds end {comparison.points:g} points or more lower without correction"
+
+
+def outcome(end: Ends, comparison: Comparison) -> str:
+    """What the correction changed, without a capital and a full stop."""
+    return f"{percent(end.uncorrected)} without correction, {percent(end.corrected)} with {comparison.corrected}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 class Range(NamedTuple):

@@ -1,17 +1,18 @@
 """The report of a comparison: one figure first, then what explains it; an HTML file that needs no network."""
 
 import importlib.util
+import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.drawing.axes import linear_axis
-from megatron_rc.drawing.frame import card, details, document, legend, tile
+from megatron_rc.drawing.frame import card, details, document, legend, plain, tile
 from megatron_rc.drawing.series import Series
 from megatron_rc.drawing.svg import Band, Line, Shape, chart, line_chart
-from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, sentences
-from megatron_rc.report.context import flattened, load_context
+from megatron_rc.report.comparison import ComparedRun, Comparison, Ends, ends, outcome, percent, range_of, sentences
+from megatron_rc.report.context import age_note, flattened, load_context, next_steps, tabled
 from megatron_rc.report.curves import series
 from megatron_rc.report.panels import ESS, GRAD_NORM, K3, PANELS, Curve, Panel
 
@@ -21,10 +22,13 @@ Records = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 STYLE = """
 .lead { display: grid; grid-template-columns: minmax(0, 2fr) minmax(250px, 1fr); gap: 16px; margin-bottom: 16px; }
 @media (max-width: 800px) { .lead { grid-template-columns: minmax(0, 1fr); } }
+.lead .chart { max-width: none; }
 .lead .chart text { font-size: 9px; }
 .lead .legend { font-size: 14px; }
 .lead aside p { margin: 0 0 10px; }
 .lead .tile { margin-bottom: 10px; flex: none; }
+.arms th:not(:first-child) { color: var(--text); white-space: normal; width: auto; }
+.differ { margin-bottom: 16px; }
 .swatch { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 8px;
   background: var(--c); }
 """
@@ -56,38 +60,41 @@ def write_comparison(
 
 
 def heading(comparison: Comparison, runs: Sequence[ComparedRun]) -> str:
-    """The title of the figure, with what the seeds show."""
-    found = ends(runs, comparison)
-    separated = sum(end.separated(comparison.points) for end in found.values())
-    if separated < len(found):
-        missed = "this seed" if len(found) == 1 else f"{len(found) - separated} of {len(found)} seeds"
-        return f"{comparison.title}: {missed} did not separate"
-    which = "" if len(found) == 1 else f" on {len(found)} of {len(found)} seeds"
-    return f"{comparison.title}: without correction the run falls behind, {comparison.corrected} keeps up{which}"
+    """What the runs show, in one sentence."""
+    found = [*ends(runs, comparison).values()]
+    verdict = outcome(Ends(*map(statistics.fmean, zip(*found, strict=True))), comparison)
+    several = f", means of {len(found)} seeds" if len(found) > 1 else ""
+    return f"{comparison.title}: {verdict}{several}"
 
 
 def _page(
     comparison: Comparison, live: Sequence[ComparedRun], records: Records, rows: Sequence[ComparedRun], folder: Path
 ) -> str:
-    title = heading(comparison, live)
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(live, rows, comparison))
-    seeds = sorted({run.seed for run in live})
+    title, seeds = heading(comparison, live), sorted({run.seed for run in live})
+    # the heading says it of a single seed
+    told = len(seeds) == 1 and ends(live, comparison)[seeds[0]].separated(comparison.points)
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences([] if told else live, rows, comparison))
     links = "".join(
         f'<p><a href="{escape(choice)}/seed-{seed}/report.html">Report of {escape(comparison.label(choice))}'
         f"{f', seed {seed}' if len(seeds) > 1 else ''}</a></p>"
         for seed in seeds
         for choice in comparison.choices
     )
-    settings, fingerprint = load_context(folder / live[0].choice / f"seed-{live[0].seed}")
+    read = [load_context(folder / choice / f"seed-{seeds[0]}") for choice in comparison.choices]
+    settings, fingerprint = read[0]
     machine = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
     figure = _figure(comparison, live, rows, _answering(settings))
-    cards = "".join(_card(comparison, live, records, curve) for curve in (K3, GRAD_NORM, ESS))
+    age = age_note(read[1][0])
+    differ, common = _settings(comparison, [tabled(settings) for settings, _ in read])
+    cards = "".join(_card(comparison, live, records, curve, age) for curve in (K3, GRAD_NORM, ESS))
+    dump = f"{comparison.uncorrected}/seed-{seeds[0]}/dump"
     return document(
         title,
         f"<header><h1>{escape(title)}</h1><p>Three runs from one checkpoint. {escape(machine)}</p>"
         f'</header><section class="lead">{figure}'
         f"<aside>{_tiles(comparison, live)}{said}{links}</aside></section>"
-        f'<section class="panels">{cards}</section>{_settings(comparison, seeds[0], folder)}',
+        f'{differ}<section class="panels">{cards}</section>{common}'
+        f"{details('Machine and versions', fingerprint)}{next_steps(folder, dump)}",
         style=STYLE,
     )
 
@@ -96,16 +103,16 @@ def _figure(comparison: Comparison, live: Sequence[ComparedRun], rows: Sequence[
     shapes: list[Shape] = []
     hover = []
     several = len({run.seed for run in live}) > 1
-    for number, choice in enumerate(comparison.choices):
+    for choice, hue in comparison.hues.items():
         mean = range_of(live, choice)
         assert mean is not None
         if behind := range_of(rows, choice):
-            shapes.insert(0, Band(behind.steps, _percent(behind.low), _percent(behind.high), f"c{number}"))
+            shapes.insert(0, Band(behind.steps, _percent(behind.low), _percent(behind.high), hue))
         for run in live if several else ():
             if run.choice == choice:
-                shapes.append(Line(run.steps, _percent(run.accuracy), f"c{number} thin"))
+                shapes.append(Line(run.steps, _percent(run.accuracy), f"{hue} thin"))
         hover.append(Series(comparison.label(choice), mean.steps, _percent(mean.mean)))
-        shapes.append(Line(mean.steps, hover[-1].values, f"c{number} mean", dots=True))
+        shapes.append(Line(mean.steps, hover[-1].values, f"{hue} mean", dots=True))
     last = max(run.steps[-1] for run in [*live, *rows])
     axes = linear_axis(0, last, whole=True), linear_axis(0, 100)
     drawn = chart(shapes, *axes, title=heading(comparison, live), across="step", hover=hover)
@@ -114,7 +121,8 @@ def _figure(comparison: Comparison, live: Sequence[ComparedRun], rows: Sequence[
         meaning += " Thin lines: single seeds; thick lines: their mean."
     if rows:
         meaning += f" Shaded: lowest to highest of {len({run.seed for run in rows})} seeds that were run before."
-    return card("Held-out accuracy", "%", drawn + legend(line.label for line in hover), meaning)
+    names = legend((line.label for line in hover), [*comparison.hues.values()])
+    return card("Held-out accuracy", "%", drawn + names, meaning)
 
 
 def _percent(shares: Sequence[float]) -> list[float]:
@@ -130,14 +138,17 @@ def _answering(settings: Mapping[str, Any]) -> str:
 
 def _tiles(comparison: Comparison, live: Sequence[ComparedRun]) -> str:
     found = [*ends(live, comparison).values()]
-    note, tiles = f"mean of the last {comparison.window} evaluations", []
-    for number, choice in enumerate(comparison.choices):
-        end = sum(values[number] for values in found) / len(found)
-        tiles.append(tile(f'<i class="swatch c{number}"></i>{end:.0%}', comparison.label(choice), note))
-    return "".join(tiles)
+    exact, uncorrected, corrected = map(statistics.fmean, zip(*found, strict=True))
+    last = f"mean of the last {comparison.window} evaluations"
+    gain = f"{100 * (corrected - uncorrected):+.0f} points with {comparison.corrected}"
+    tiles = zip(comparison.hues.items(), (exact, uncorrected, corrected), (last, last, gain), strict=True)
+    return "".join(
+        tile(f'<i class="swatch {hue}"></i>{percent(end)}', comparison.label(choice), note)
+        for (choice, hue), end, note in tiles
+    )
 
 
-def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records, curve: Curve) -> str:
+def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records, curve: Curve, age: str) -> str:
     """The panel of a run's report that draws ``curve``, with a line per run of the first seed."""
     panel = next(panel for panel in PANELS if any(set(drawn.keys) & set(curve.keys) for drawn in panel.curves))
     seed = min(run.seed for run in live)
@@ -149,20 +160,25 @@ def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records,
     ]
     if len(lines) < len(comparison.choices):
         return ""
-    drawn = line_chart(lines, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy)
-    inside = drawn + legend(line.label for line in lines)
-    return card(panel.title, panel.unit, inside, f"{escape(panel.meaning)} Seed {seed}.")
+    colours = [*comparison.hues.values()]
+    drawn = line_chart(
+        lines, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy, colours=colours, span=panel.span
+    )
+    inside = drawn + legend((line.label for line in lines), colours)
+    note = age if curve in (K3, ESS) else ""
+    return card(panel.title, panel.scale, inside, f"{escape(panel.meaning + note)} Seed {seed}.")
 
 
-def _settings(comparison: Comparison, seed: int, folder: Path) -> str:
-    """The settings that all runs have in common, and those that differ."""
-    read = [load_context(folder / choice / f"seed-{seed}") for choice in comparison.choices]
-    flat = [{key: value for key, value in flattened(settings) if key != "output"} for settings, _ in read]
+def _settings(comparison: Comparison, flat: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """HTML of the settings that differ, side by side, and of those that all runs have in common."""
     names = [*dict.fromkeys(name for one in flat for name in one)]
     common = [name for name in names if all(name in one and one[name] == flat[0].get(name) for one in flat)]
-    tables = [
-        details(comparison.label(choice), {name: one[name] for name in names if name in one and name not in common})
-        for choice, one in zip(comparison.choices, flat, strict=True)
-    ]
-    shared = details("Settings of all three runs", {name: flat[0][name] for name in common})
-    return "".join([*tables, shared, details("Machine and versions", read[0][1])])
+    head = "".join(f"<th>{escape(comparison.label(choice))}</th>" for choice in comparison.choices)
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(plain(one.get(name)))}</td>' for one in flat)}</tr>"
+        for name in names
+        if name not in common
+    )
+    table = f'<div class="scroll"><table class="arms"><tr><th></th>{head}</tr>{rows}</table></div>'
+    differ = f'<article class="differ"><h2>What differs</h2>{table}</article>' if rows else ""
+    return differ, details("Settings of all three runs", {name: flat[0][name] for name in common})

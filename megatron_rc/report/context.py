@@ -3,10 +3,13 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.correction.settings import PRESETS
+from megatron_rc.drawing.frame import without_folder
 from megatron_rc.files import replace_text
 
 SETTINGS_FILE, FINGERPRINT_FILE, CHANGES_FILE = "settings.yaml", "fingerprint.json", "settings_changes.jsonl"
@@ -44,6 +47,37 @@ def load_context(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         schema.load_yaml(settings) if settings.is_file() else {},
         json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.is_file() else {},
     )
+
+
+def tabled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table of a page shows: dotted names, the correction by its preset, no folder of this machine."""
+    correction = settings.get("correction")
+    names = [name for name, preset in PRESETS.items() if _is_within(preset.correction.to_dict(), correction)]
+    flat = flattened({**settings, "correction": names[0]} if names else settings)
+    return {
+        name: without_folder(value) if isinstance(value, str) else value for name, value in flat if name != "output"
+    }
+
+
+def _is_within(part: Mapping[str, Any], whole: Any) -> bool:
+    return isinstance(whole, Mapping) and all(name in whole and whole[name] == value for name, value in part.items())
+
+
+def age_note(settings: Mapping[str, Any]) -> str:
+    """What a panel of the gap adds where older weights sampled, with a leading space."""
+    lag = dict(flattened(settings)).get("rollout.lag") or 0
+    return f" Rollouts are up to {lag} updates old, so lag is part of this gap, or all of it." if lag else ""
+
+
+def next_steps(folder: Path, dump: str = "dump") -> str:
+    """HTML of the commands to try next, from the folder of the page."""
+    steps = {"megatron-rc presets": "lists the corrections; docs/collapse.md ranks them."}
+    if (folder / dump).is_dir():
+        steps |= {f"megatron-rc analyze {dump}": "says from the kept rollouts whether the gap is a bug."}
+    else:
+        steps |= {"megatron-rc train --dump": "keeps the rollouts that megatron-rc analyze reads."}
+    items = "".join(f"<li><code>{escape(command)}</code> {escape(text)}</li>" for command, text in steps.items())
+    return f'<article class="next"><h2>Next, in the folder of this page</h2><ul>{items}</ul></article>'
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,14 +31,15 @@ def values_of(records: Sequence[Record], curve: Curve) -> list[float]:
 
 
 def series(records: Sequence[Record], panel: Panel) -> list[Series]:
-    """The curves of ``panel`` that have at least one finite value; a logarithmic panel leaves out values <= 0."""
+    """The curves of ``panel`` that have at least one finite value; a logarithmic panel leaves out values <= 0, and a
+    panel with a floor raises smaller ones to it."""
     drawn = []
     for curve in panel.curves:
         key = next((key for key in curve.keys if any(key in record for record in records)), None)
         if key is None:
             continue
         points = [
-            (int(record["step"]), value)
+            (int(record["step"]), max(value, panel.floor) if panel.floor else value)
             for record in records
             if phase_of(record) == panel.phase
             and (value := value_of(record, Curve(curve.label, (key,)))) is not None

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rc.drawing.colours import LIGHT, hues
 from megatron_rc.report.curves import phase_of
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.picture import COLORS
 
 
 class Column(NamedTuple):
@@ -118,9 +118,9 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
     for row, lower in enumerate(down):
         for place, upper in enumerate(across):
             axes = panels[row][place]
-            for number, choice in enumerate(colour):
+            for number, (choice, hue) in enumerate(hues(colour).items()):
                 groups = [values_at[upper, choice, step, lower] for step in along]
-                _dots(axes, groups, number, len(colour), choice)
+                _dots(axes, groups, (number - (len(colour) - 1) / 2) * 0.16, LIGHT[hue], choice)
             axes.set_yscale("log")
             axes.set_xticks(range(len(along)), along, fontsize=8)
             title = [f"{names[0]} {upper}"] + ([f"{names[3]} {lower}"] if names[3] else [])
@@ -133,8 +133,7 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
     return path
 
 
-def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int, label: str) -> None:
-    shift = (number - (count - 1) / 2) * 0.16
+def _dots(axes: Any, groups: Sequence[Sequence[float]], shift: float, color: str, label: str) -> None:
     shown = [(x + shift, positive) for x, group in enumerate(groups) if (positive := [v for v in group if v > 0])]
     if not shown:
         return
@@ -142,5 +141,4 @@ def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int,
     places, means, low, high = zip(*dots, strict=True)
     below = [mean - least for mean, least in zip(means, low, strict=True)]
     above = [most - mean for mean, most in zip(means, high, strict=True)]
-    color = COLORS[number % len(COLORS)]
     axes.errorbar(places, means, yerr=[below, above], fmt="o", ms=4, capsize=2, color=color, label=label)

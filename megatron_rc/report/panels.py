@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from megatron_rc.correction.sums import LAG_BINS
+from megatron_rc.drawing.axes import label_of
 from megatron_rc.learning_rate.rule import RULES
 from megatron_rc.learning_rate.scale import PREFIX
 
@@ -16,6 +17,8 @@ class Curve(NamedTuple):
     label: str
     keys: tuple[str, ...]
     """Names of the metric in metrics.jsonl; the first one that the run has is drawn."""
+    of_correction: bool = False
+    """Says nothing in a run that corrects nothing."""
 
 
 class Panel(NamedTuple):
@@ -32,6 +35,15 @@ class Panel(NamedTuple):
     """Draw the panel in the PNG, too."""
     marked: bool = False
     """Mark the steps at which the length surged and the learning rate was cut."""
+    floor: float = 0.0
+    """Smaller values are rounding, and drawn there."""
+    span: tuple[float, float] | None = None
+    """Range that the vertical axis has at least, so that rounding does not look like a trend."""
+
+    @property
+    def scale(self) -> str:
+        """The unit, and where the vertical axis is cut."""
+        return f"{self.unit}, rounding below {label_of(self.floor)}" if self.floor else self.unit
 
 
 class HeatPanel(NamedTuple):
@@ -48,14 +60,18 @@ def _against_sampler(names: Mapping[str, str]) -> tuple[Curve, ...]:
     return tuple(Curve(label, (f"old/{name}", f"current/{name}")) for label, name in names.items())
 
 
+def _of_correction(names: Mapping[str, str]) -> tuple[Curve, ...]:
+    return tuple(curve._replace(of_correction=True) for curve in _against_sampler(names))
+
+
 def _against_old(names: Mapping[str, str]) -> tuple[Curve, ...]:
     """Label -> name; trainer during the update against trainer before it."""
     return tuple(Curve(label, (f"current_old/{name}",)) for label, name in names.items())
 
 
-def _by_lag(name: str) -> tuple[Curve, ...]:
+def _by_lag(name: str) -> dict[str, str]:
     """One curve per bin of lags; a bin without tokens is not drawn."""
-    return _against_sampler({each.label: f"{name}_lag_{lags}" for lags, each in LAG_BINS.items()})
+    return {each.label: f"{name}_lag_{lags}" for lags, each in LAG_BINS.items()}
 
 
 def _rejected_routes(label: str, unit: Literal["token", "seq"]) -> Curve:
@@ -79,6 +95,10 @@ DECAY_PERIOD = Curve("decay period", (f"{PREFIX}period",))
 THROUGHPUT = Curve("tokens/s", ("tokens_per_second",))
 CROSS_ENTROPY = Curve("cross-entropy", ("cross_entropy",))
 STEP_SECONDS = Curve("step", ("time/step_s",))
+ROUNDING = 1e-7
+"""nats; a k3 up to this is what rounding in fp32 leaves of two equal policies."""
+SHARES = (0.0, 1.0)
+"""All values that a share can have."""
 
 PANELS = (
     Panel("Reward", "mean of the step", (REWARD,),
@@ -90,33 +110,34 @@ PANELS = (
     Panel("k3: KL(sampler || trainer)", "nats per token",
         (Curve("old / sampler", ("old/k3",)), Curve("current / sampler", ("current/k3",)),
          Curve("current / old", ("current_old/k3",))),
-        "Mean of eˡ − 1 − l, with l = log π − log μ of a sampled token: how far apart the two engines are.",
+        "Mean of eˡ − 1 − l, with l = log π − log μ of a sampled token: how far apart sampler and trainer are.",
         "flat; 1e-5 to 1e-3 is normal for two engines, growth by orders of magnitude precedes a collapse.",
-        logarithmic=True, noisy=True, in_picture=True),
+        logarithmic=True, noisy=True, in_picture=True, floor=ROUNDING),
     Panel("k3: mismatch and staleness", "nats per token",
         _against_sampler({"mismatch": "mismatch_k3", "staleness": "staleness_k3"}),
         "k3 of the two factors of ρ: mismatch compares the trainer at the version that sampled with the sampler, "
         "staleness the trainer with itself at that version.",
         "mismatch as flat as without staleness; staleness grows with the learning rate and the age.",
-        logarithmic=True, noisy=True),
+        logarithmic=True, noisy=True, floor=ROUNDING),
     Panel("Effective sample size: mismatch and staleness", "fraction of the batch",
         _against_sampler({"mismatch": "mismatch_ess", "staleness": "staleness_ess"}),
         "(Σρ)² / (n Σρ²) over tokens, with one factor of ρ instead of ρ.",
-        "near 1; the lower factor says whether to look at the engines or at the age of the samples.", noisy=True),
+        "near 1; the lower factor says whether to look at the engines or at the age of the samples.", noisy=True,
+        span=SHARES),
     Panel("Response length", "tokens", (LENGTH,),
         "Mean number of sampled tokens per response.",
         "changes slowly; a surge often comes before the gradient noise that ends a run.", noisy=True, in_picture=True,
         marked=True),
     Panel("Effective sample size", "fraction of the batch",
-        (*_against_sampler({"tokens": "ess_token", "sequences": "ess_seq",
-                            "tokens, after correction": "ess_token_final",
-                            "sequences, after correction": "ess_seq_final"}),
+        (*_against_sampler({"tokens": "ess_token", "sequences": "ess_seq"}),
+         *_of_correction({"tokens, after correction": "ess_token_final",
+                          "sequences, after correction": "ess_seq_final"}),
          Curve("sequences, predicted from k3", ("ess_seq_predicted",))),
         "(Σρ)² / (n Σρ²) with ρ = π/μ: the share of the batch that still informs the gradient once it is weighted.",
-        "near 1; below about 0.5 a few tokens or sequences decide the step.", noisy=True, in_picture=True),
-    Panel("log_ppl_abs_diff", "nats per token", _against_sampler({"log_ppl_abs_diff": "log_ppl_abs_diff"}),
+        "near 1; below about 0.5 a few tokens or sequences decide the step.", noisy=True, in_picture=True, span=SHARES),
+    Panel("Distance of log-perplexities", "nats per token", _against_sampler({"distance": "log_ppl_abs_diff"}),
         "Mean over sequences of |mean l|: the distance of the two log-perplexities, where differences cannot cancel.",
-        "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True),
+        "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True, span=(0.0, 1e-3)),
     Panel("Log-perplexity", "nats per token",
         _against_sampler({"trainer": "train_log_ppl", "sampler": "rollout_log_ppl"}),
         "Mean negative log-probability of the sampled responses, by each engine; its exp is the perplexity.",
@@ -125,9 +146,9 @@ PANELS = (
         "Mean entropy of the trainer's distribution at the sampled positions.",
         "falls slowly; near 0 there is nothing left to explore."),
     Panel("Corrected share", "fraction",
-        _against_sampler({"weight truncated": "truncated_token", "weight clipped below": "clipped_low_token",
-                          "weight clipped above": "clipped_high_token", "masked tokens": "masked_token",
-                          "masked sequences": "masked_seq"}),
+        _of_correction({"weight truncated": "truncated_token", "weight clipped below": "clipped_low_token",
+                        "weight clipped above": "clipped_high_token", "masked tokens": "masked_token",
+                        "masked sequences": "masked_seq"}),
         "How much of the batch the correction touched: weights cut to their bound, tokens or sequences dropped.",
         "a few percent at most; more means that the bounds, not the rewards, steer the update.", noisy=True),
     Panel("Batch share", "fraction",
@@ -137,16 +158,16 @@ PANELS = (
          Curve("PPO ratio clipped below", ("clip_low",))),
         "Responses that hit the length limit, groups without a learning signal, and tokens at the PPO clip bound.",
         "cut-off near 0; dropped groups grow as the task is solved; few clipped tokens."),
-    Panel("k3 by lag", "nats per token", _by_lag("k3"),
+    Panel("k3 by lag", "nats per token", _against_sampler(_by_lag("k3")),
         "k3 of the tokens that were sampled that many updates ago.",
-        "rises with the lag, and not over the run.", logarithmic=True, noisy=True),
-    Panel("Effective sample size by lag", "fraction of the bin", _by_lag("ess_token"),
+        "rises with the lag, and not over the run.", logarithmic=True, noisy=True, floor=ROUNDING),
+    Panel("Effective sample size by lag", "fraction of the bin", _against_sampler(_by_lag("ess_token")),
         "(Σρ)² / (n Σρ²) over the tokens that were sampled that many updates ago.",
-        "falls with the lag; a bin near 0 adds noise and little else.", noisy=True),
-    Panel("Masked share by lag", "fraction of the bin", _by_lag("masked_token"),
+        "falls with the lag; a bin near 0 adds noise and little else.", noisy=True, span=SHARES),
+    Panel("Masked share by lag", "fraction of the bin", _of_correction(_by_lag("masked_token")),
         "Share of the tokens of that lag that the correction dropped.",
         "about the same in every bin; a bin near 1 was sampled for nothing.", noisy=True),
-    Panel("Tokens by lag", "fraction", _by_lag("tokens"),
+    Panel("Tokens by lag", "fraction", _against_sampler(_by_lag("tokens")),
         "Share of the batch that was sampled that many updates ago.", "steady.", noisy=True),
     Panel("Gradient norm", "before clipping", (GRAD_NORM,),
         "Euclidean norm of the gradient of the whole model.",

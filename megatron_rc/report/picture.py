@@ -1,9 +1,11 @@
 """The main curves of a run in one PNG."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.drawing.axes import label_of, log_axis
+from megatron_rc.drawing.colours import LIGHT, SERIES
 from megatron_rc.drawing.series import smoothed
 from megatron_rc.drawing.svg import NOISY_FROM
 from megatron_rc.report.curves import headlines, marks, series
@@ -11,8 +13,8 @@ from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS
 from megatron_rc.versions import installing
 
-COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
-TEXT, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"
+COLORS = [LIGHT[hue] for hue in SERIES]
+TEXT, SOFT = LIGHT["text"], LIGHT["soft"]
 
 
 def write_curves_png(folder: str | Path, path: str | Path) -> Path:
@@ -32,7 +34,7 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.4), layout="constrained", facecolor="white")
-    figure.suptitle("   ·   ".join(f"{h.label}: {h.value}" for h in headlines(records)), fontsize=11, color="#1b2330")
+    figure.suptitle("   ·   ".join(f"{h.label}: {h.value}" for h in headlines(records)), fontsize=11, color=TEXT)
     for index, (panel, curves) in enumerate(drawn):
         axes = figure.add_subplot(rows, columns, index + 1)
         for color, curve in zip(COLORS, curves, strict=False):
@@ -43,31 +45,34 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
             values = smoothed(curve.values) if faint else curve.values
             axes.plot(curve.steps, values, color=color, lw=1.8, marker=marker, ms=4, label=curve.label)
         for mark in marks(records) if panel.marked else ():
-            axes.axvline(mark.step, color=COLORS[3], lw=1, ls="--")
+            axes.axvline(mark.step, color=LIGHT["magenta"], lw=1, ls="--")
             axes.annotate(mark.label, (mark.step, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
-                          textcoords="offset points", fontsize=8, color=COLORS[3])  # fmt: skip
+                          textcoords="offset points", fontsize=8, color=LIGHT["magenta"])  # fmt: skip
         if panel.logarithmic:
             axes.set_yscale("log")
             values = [value for curve in curves for value in curve.values]
             axes.set_ylim(*log_axis(min(values), max(values))[:2])
         else:
             axes.yaxis.set_major_formatter(lambda value, _: label_of(float(f"{value:.10g}")))
+        if panel.span:
+            axes.set_ylim(panel.span[0] - 0.03, panel.span[1] + 0.03)
         if len(curves) > 1:
             axes.legend(fontsize=8, frameon=False)
         axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
-        axes.set_ylabel(panel.unit, fontsize=9, color=SOFT)
+        axes.set_ylabel(panel.scale, fontsize=9, color=SOFT)
         axes.set_xlabel("step", fontsize=9, color=SOFT)
         style_axes(axes, labelsize=8)
     figure.savefig(path, dpi=130)
     return Path(path)
 
 
-def style_axes(axes: Any, *, labelsize: float = 9) -> None:
+def style_axes(axes: Any, *, labelsize: float = 9, colours: Mapping[str, str] = LIGHT) -> None:
     """Give matplotlib axes the look of every picture here: a pale grid behind the curves, and no frame around them."""
-    axes.grid(color=GRID, lw=0.8)
+    axes.set_facecolor(colours["card"])
+    axes.grid(color=colours["grid"], lw=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=labelsize, colors=SOFT)
+    axes.tick_params(labelsize=labelsize, colors=colours["soft"])
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3cad5")
+        axes.spines[side].set_color(colours["edge"])

@@ -2,16 +2,17 @@
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from html import unescape
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser import opened
 from html_page import Page
 from simulated_dumps import (
     ONE_EACH,
@@ -77,10 +78,10 @@ def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
     page = Page(html.page(diagnosed(named(small(), server="s", reason="stop", group="g"))))
     wanted = [
         "Honesty", "How large the gap is", "Log-probs of trainer and sampler", "By logged log-prob",
-        "By position in the response", "Who explains |l|?", "Tokens of the largest |l|",
-        "Is the sum of log-ratios noise?", "k3 by server and step", "The largest weights",
-        "How much of a batch is left under sequence weights", "What a correction would do", "Which bound C?",
-        "k3 over steps", "Engine, policy or length?", "Rules that said nothing, because they could not",
+        "By position in the response", "Is the sum of log-ratios noise?", "k3 by server and step",
+        "The largest weights", "How much of a batch is left under sequence weights", "Which bound C?",
+        "k3 over steps", "Engine, policy or length?", "Who explains |l|?", "Tokens of the largest |l|",
+        "What a correction would do", "Rules that said nothing, because they could not",
     ]  # fmt: skip
     assert [text.strip() for text in page.texts if text.strip() in wanted] == wanted
 
@@ -92,8 +93,7 @@ def test_panels_without_their_columns_are_left_out() -> None:
     bare = replace(small(), tokens={}, sequences={})
     text = html.page(diagnosed(bare))
     sentence = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
-    body = text[text.index("<body>") : text.index("</body>") + len("</body>")]
-    assert next(filter(None, map(str.strip, Page(body).texts))) == sentence
+    assert sentence in text.partition("<article")[0]
     assert ">ids<" not in text and "needs" not in Page(text).named("svg")
 
 
@@ -265,7 +265,9 @@ def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, mon
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == PAGE_LINE.format("analysis.html")
     first = (tmp_path / "analysis.html").read_text()
-    assert f"{dump}: rollout analysis" in first
+    assert ".../dump.parquet: rollout analysis" in first and str(tmp_path) not in first
+    command = "<code>megatron-rc analyze .../dump.parquet</code>"
+    assert f"<footer>megatron-rc {version('megatron-rc')}, {date.today()}: {command}</footer>" in first
     assert run(dump).exit_code == 0 and (tmp_path / "analysis.html").read_text() == first
     elsewhere = tmp_path / "other.html"
     done = run(dump, "--html", elsewhere, "--json")
@@ -298,34 +300,23 @@ def test_the_shared_command_names_nothing(tmp_path: Path) -> None:
         assert text and not [canary for canary in CANARIES if canary in text]
 
 
-def opened(browser: str, page: Path) -> tuple[str, str, list[str]]:
-    """The document after its script has run, the console, and the addresses that the page asked for."""
-    log = page.with_suffix(".net.json")
-    options = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-        *("--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"),
-        *("--virtual-time-budget=2000", f"--user-data-dir={page.with_suffix('.user')}", f"--log-net-log={log}"),
-    ]
-    done = subprocess.run(
-        [browser, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=600, check=True
-    )
-    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-    events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
-    asked = [p["url"] for p in events if "url" in p and "file://" in p.get("network_isolation_key", "")]
-    return done.stdout, console, asked
-
-
 @pytest.mark.full
 def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium here")
+    def shown(page: Path) -> tuple[str, str, list[str]]:
+        """The document, the console, and the addresses that the page asked for."""
+        log = page.with_suffix(".net.json")
+        done = opened(page, "--enable-logging=stderr", f"--log-net-log={log}")
+        console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+        events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
+        asked = [p["url"] for p in events if "url" in p and "file://" in p.get("network_isolation_key", "")]
+        return done.stdout, console, asked
+
     control = tmp_path / "control.html"
     control.write_text('<img src="http://canary.invalid/x.png"><script>missing()</script>')
-    _, console, asked = opened(browser, control)
+    _, console, asked = shown(control)
     assert "missing is not defined" in console and "http://canary.invalid/x.png" in asked
     chunk = named(small(one_stale_server), server=SCRIPT, reason="stop", group="g")
-    shown, console, asked = opened(browser, html.write(diagnosed(chunk), tmp_path / "page.html"))
+    text, console, asked = shown(html.write(diagnosed(chunk), tmp_path / "page.html"))
     assert not console and not asked
     # the script of the page has run: it adds a box for the values to every chart
-    assert shown.count('class="tip"') >= 6
+    assert text.count('class="tip"') >= 6

@@ -64,6 +64,12 @@ def test_the_index_leads_to_every_document() -> None:
     assert {page for page in pages if f"]({page}" not in index} == set()
 
 
+def test_code_of_the_readme_fits_a_page_without_scrolling() -> None:
+    blocks = re.findall(r"^```.*?\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 8
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 100] == []
+
+
 def test_rates_say_per_and_docstrings_start_with_their_noun() -> None:
     broken = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

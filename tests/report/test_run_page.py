@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from report_records import rl, warmup, write_all
 
 from megatron_rc.drawing import axes, svg
+from megatron_rc.drawing.colours import LIGHT
 from megatron_rc.drawing.series import Series, moving_average
 from megatron_rc.report.context import save_fingerprint, save_settings
 from megatron_rc.report.curves import headlines, series
@@ -184,6 +185,7 @@ def test_thinning_keeps_order_and_extremes() -> None:
 
 
 def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
     images = pytest.importorskip("matplotlib.image")
     write_all(tmp_path, full_run())
     path = write_curves_png(tmp_path, tmp_path / "curves.png")
@@ -191,8 +193,8 @@ def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert width > 1500 and height > 700
     pixels = images.imread(path)[..., :3]
-    # the first curve's blue, in the upper left panel and in the lower right one
-    blue = (abs(pixels - [0x25 / 255, 0x63 / 255, 0xEB / 255]) < 0.02).all(-1)
+    # the first curve's colour, in the upper left panel and in the lower right one
+    blue = (abs(pixels - matplotlib.colors.to_rgb(LIGHT["blue"])) < 0.02).all(-1)
     assert blue[: height // 2, : width // 3].any() and blue[height // 2 :, 2 * width // 3 :].any()
 
 

@@ -1,12 +1,15 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 39_600, "triton_kernels": 3_120, "tests": 43_750, "benchmarks": 8_640, "": 95_700}
+LINES = {"megatron_rc": 40_900, "triton_kernels": 3_130, "tests": 44_000, "benchmarks": 8_640, "": 96_700}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 60_000
 """Words of the documents in docs/ that are written by hand."""
 
-GENERATED = ("settings", "presets", "metrics", "versions", "collapse", "gradients", "rules/confusion", "hosts/support")
+GENERATED = (
+    "settings", "presets", "metrics", "versions", "collapse", "gradients", "rules/confusion", "rules/reference",
+    "hosts/support",
+)  # fmt: skip
 """Documents that a command prints; see `make docs`."""
 
 SECONDS: dict[str, tuple[float, float]] = {

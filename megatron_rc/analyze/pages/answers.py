@@ -8,30 +8,36 @@ from megatron_rc.analyze.columns import meaning
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import Cell, card, folded, table
-from megatron_rc.analyze.rules.rule import DOUBTS, Page, Verdict
+from megatron_rc.analyze.rules.rule import DOUBTS, Level, Page, Verdict
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.what_if import Missing, WhatIf
+from megatron_rc.drawing.frame import without_folder
 
 MOST_PANELS = 64
 """Rows of the honesty panel by step or by server; where there are more, those with the largest |z| are shown."""
 
+FIX_TITLES = {
+    Level.LAG: "What now: accept it, correct for it, or lower the lag, by codebase",
+    Level.NUMERICS: "To shrink the gap, by codebase",
+}
+"""Titles of the fixes where nothing is broken."""
 METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "")
 
 
 def header(diagnosis: Diagnosis, share: bool) -> str:
-    """Warnings that limit what the page can say, the heading, the size of the dump, and the answer in one line."""
-    evidence = diagnosis.evidence
-    name = "A rollout dump" if share else diagnosis.source
+    """The answer as heading, what to do, warnings that limit what the page can say, and the size of the dump."""
+    evidence, advice = diagnosis.evidence, diagnosis.recommendation
+    name = "A rollout dump" if share else without_folder(diagnosis.source)
     warning = f'<p class="warning">{report_text.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
     filtered = evidence.outcome_filter.sentence
     warning += f'<p class="warning">{escape(filtered)}</p>' if filtered else ""
     sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
     return (
-        f"<header>{warning}<h1>{escape(name)}</h1>"
-        f"<p>{escape(diagnosis.format)}: {report_text.size(evidence)}. Sums are over all of "
-        f"them; permutations, running sums and single tokens over a sample of {sampled}.</p>"
-        f'<p class="level {diagnosis.level.lower()}">{escape(report_text.HEADLINES[diagnosis.level])}</p></header>'
+        f'<header><h1 class="level {diagnosis.level.lower()}">{escape(report_text.HEADLINES[diagnosis.level])}</h1>'
+        f'<p class="advice"><b>{escape(advice.headline)}</b> {escape(advice.reason)}</p>{warning}'
+        f"<p>{escape(name)} ({escape(diagnosis.format)}): {report_text.size(evidence)}. Sums are over all of "
+        f"them; permutations, running sums and single tokens over a sample of {sampled}.</p></header>"
     )
 
 
@@ -49,22 +55,25 @@ def _verdict(verdict: Verdict, share: bool) -> str:
         parts.append(f"<p>{escape(report_text.sentence(verdict))}</p>")
     if verdict.one_of:
         parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
+    fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()], stacked=True)
+    parts.append(
+        folded(FIX_TITLES.get(verdict.level, "Fix, by codebase"), fixes, opened=verdict.level != Level.NUMERICS)
+    )
     if verdict.level in DOUBTS:
-        parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
         look_alikes = "".join(
             f"<p>{escape(part)}</p>" for part in page.section("What else looks like this").split("\n\n")
         )
-        fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()])
-        parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", look_alikes)]
+        parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
+        parts.append(folded("What else looks like this", look_alikes))
     numbers = table([(name, f"{value:.6g}") for name, value in verdict.numbers.items()])
     parts.append(folded("Numbers", numbers))
-    return f'<article class="wide verdict {verdict.level.lower()}">{"".join(parts)}</article>'
+    return f'<article class="verdict {verdict.level.lower()}">{"".join(parts)}</article>'
 
 
 def honesty(evidence: Evidence, share: bool) -> str:
     """The honesty panel of the dump; those by step and by server are folded."""
     lines = report_text.honesty_lines(evidence, evidence.whole)
-    inside = table((name, value, p, Cell(text, "words")) for name, value, p, text in lines)
+    inside = table(((name, value, p, Cell(text, "words")) for name, value, p, text in lines), stacked=True)
     steps = {str(step): panel for step, panel in evidence.by_step.items()}
     servers = {f"server {i}" if share else name: panel for i, (name, panel) in enumerate(evidence.by_server.items())}
     for title, panels in (("step", steps), ("server", servers)):
@@ -76,7 +85,6 @@ def honesty(evidence: Evidence, share: bool) -> str:
         "These numbers say whether the logged distribution is the one that drew the tokens; the p-values are corrected "
         "for the number of tests in this report.",
         "z_rho and z_W within 4, kappa near 1, mean l below 0, no log-prob of exactly 0 that the trainer doubts.",
-        wide=True,
     )
 
 
@@ -98,13 +106,12 @@ def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> st
 
 def gap(evidence: Evidence) -> str:
     """The numbers that say how large the gap is."""
-    inside = table((name, Cell(text, "words")) for name, text in report_text.size_lines(evidence))
+    inside = table(((name, Cell(text, "words")) for name, text in report_text.size_lines(evidence)), stacked=True)
     return card(
         "How large the gap is",
         inside,
         "Six numbers to compare with those of other runs; sigma does not depend on entropy or length.",
         "T* above the length of the responses, k-hat below 0.7, growth near 0.5.",
-        wide=True,
     )
 
 
@@ -115,7 +122,7 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
     text = f"<p><em>{escape(advice.headline)}</em> {escape(advice.reason)}</p>"
     title = "What a correction would do"
     if isinstance(shown, Missing):
-        return card(title, f"{text}<p>{escape(shown.sentence)}</p>", wide=True)
+        return card(title, f"{text}<p>{escape(shown.sentence)}</p>")
     rows = [_method(row) for row in sorted(shown.rows, key=lambda row: row.name != advice.method)]
     skipped = "".join(
         f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
@@ -130,7 +137,6 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
         "weights; cosine with the exact weights of sequences. Red: drops more than 20 % of the correct answers, or "
         "more than half of a quarter by length.",
         "a method that keeps nearly all answers of every length, with a high ESS and a cosine near 1.",
-        wide=True,
     )
 
 
@@ -158,13 +164,13 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
         parts.append(f"<p>Not checked whether responses were filtered by outcome: {escape(reason)}.</p>")
     if not share:
         # these sentences name files
-        parts += [f"<p>{escape(sentence)}</p>" for sentence in (*diagnosis.corrupt.first, *diagnosis.ignored)]
+        told = (*diagnosis.corrupt.first, *diagnosis.ignored)
+        parts += [f"<p>{escape(each.replace(diagnosis.source, without_folder(diagnosis.source)))}</p>" for each in told]
     return card(
         "Rules that said nothing, because they could not",
         "".join(parts),
         report_text.left_out(diagnosis) or "No response was left out.",
         "nothing is listed here: a rule that was not run has excluded nothing.",
-        wide=True,
     )
 
 

@@ -132,7 +132,6 @@ def who_explains(evidence: Evidence) -> str:
         "The share of the variance of |l| between the values of each column, minus what as many random groups "
         "would have; the p-value permutes responses, or tokens inside their response.",
         "the logged log-prob leads, because rare tokens are noisier; all others are near zero.",
-        wide=True,
     )
 
 

@@ -26,7 +26,6 @@ def card(
     healthy: str = "",
     unit: str = "",
     *,
-    wide: bool = False,
     legend: Sequence[tuple[str, str]] = (),
 ) -> str:
     """HTML of a card: ``inside`` is HTML, all else plain text; ``legend`` has the class of a colour and its text."""
@@ -35,24 +34,24 @@ def card(
     shown = f'<div class="legend">{shown}</div>' if shown else ""
     ending = f" <em>Healthy: {escape(healthy)}</em>" if healthy else ""
     sentence = f"<p>{escape(meaning)}{ending}</p>" if meaning else ""
-    start = '<article class="wide">' if wide else "<article>"
-    return f"{start}<h2>{escape(title)}{small}</h2>{inside}{shown}{sentence}</article>"
+    return f"<article><h2>{escape(title)}{small}</h2>{inside}{shown}{sentence}</article>"
 
 
-def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = ()) -> str:
-    """HTML of a table; the first cell of a row is its heading."""
+def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = (), stacked: bool = False) -> str:
+    """HTML of a table; the first cell of a row is its heading. ``stacked``: on a narrow page sentences stand below."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if head else ""
     body = "".join(
         f"<tr><th>{escape(first.text if isinstance(first, Cell) else first)}</th>{''.join(map(_cell, rest))}</tr>"
         for first, *rest in rows
     )
-    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+    kind = ' class="stacked"' if stacked else ""
+    return f'<div class="scroll"><table{kind}>{top}<tbody>{body}</tbody></table></div>'
 
 
-def folded(title: str, inside: str) -> str:
-    """HTML that a click on its title opens."""
-    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
+def folded(title: str, inside: str, *, opened: bool = False) -> str:
+    """HTML that a click on its title opens or closes."""
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def _cell(cell: str | Cell) -> str:

@@ -1,33 +1,47 @@
 """analysis.html: the diagnosis of a dump in one file that needs no network."""
 
 import base64
+import datetime
 import hashlib
 from html import escape
+from importlib import metadata
 from pathlib import Path
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages import answers, bounds, by_bin, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
-from megatron_rc.drawing.frame import SCRIPT, document
+from megatron_rc.drawing.frame import SCRIPT, document, without_folder
 
 _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
 """Every page begins like this; a file that does not is never overwritten."""
 
 
-def write(diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False) -> Path:
+def write(
+    diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False, command: str = ""
+) -> Path:
     """Write the page of a diagnosis to a file, which may hold an earlier page; returns the path.
 
     Args:
         share: leave out what may name people, machines or text: path, names of servers, finish reasons, ids.
         what_if: also compute what each correction would do, which takes seconds and torch.
+        command: what made the page, for its last line.
 
     Raises ValueError where the file cannot be written, or is not a page of an analysis.
     """
     path = Path(path)
     refuse_foreign(path)
-    path.write_text(page(diagnosis, share=share, what_if=what_if), encoding="utf-8")
+    made = f"megatron-rc {_version()}, {datetime.date.today()}"
+    footer = f"<footer>{made}{f': <code>{escape(command)}</code>' if command else ''}</footer>"
+    path.write_text(page(diagnosis, share=share, what_if=what_if, footer=footer), encoding="utf-8")
     return path
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megatron-rc")
+    except metadata.PackageNotFoundError:
+        return "of a folder that is not installed"
 
 
 def refuse_foreign(path: Path) -> None:
@@ -44,33 +58,35 @@ def refuse_foreign(path: Path) -> None:
             raise ValueError(f"--html: {path} exists and is not the page of an analysis; give another file")
 
 
-def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> str:
-    """The page as text; the same diagnosis gives the same bytes."""
+def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False, footer: str = "") -> str:
+    """The page as text; the same diagnosis and footer give the same bytes."""
     evidence = diagnosis.evidence
-    cards = [
-        answers.verdicts(diagnosis, share),
-        answers.honesty(evidence, share),
-        answers.gap(evidence),
+    charts = [
         by_bin.likelihood_map(diagnosis),
         by_bin.by_log_mu(evidence),
         by_bin.by_position(evidence),
         by_bin.by_position(evidence, "turn_start", "By tokens since the turn began"),
-        by_bin.who_explains(evidence),
-        tokens.top_tokens(evidence, share),
         sequences.running_sums(evidence),
         steps.servers(evidence, share),
         by_bin.by_lag(evidence),
         sequences.rank_size(evidence),
         sequences.effective_size(evidence),
-        answers.what_if(diagnosis, what_if),
         bounds.error_of_bound(diagnosis),
         steps.over_steps(diagnosis),
         steps.split(diagnosis),
+    ]
+    tables = [
+        by_bin.who_explains(evidence),
+        tokens.top_tokens(evidence, share),
+        answers.what_if(diagnosis, what_if),
         answers.not_judged(diagnosis, share),
     ]
+    told = [answers.verdicts(diagnosis, share), answers.honesty(evidence, share), answers.gap(evidence)]
     return document(
-        "Rollout analysis" if share else f"{diagnosis.source}: rollout analysis",
-        f'{answers.header(diagnosis, share)}<section class="panels">{"".join(cards)}</section>',
+        "Rollout analysis" if share else f"{without_folder(diagnosis.source)}: rollout analysis",
+        f'{answers.header(diagnosis, share)}<section class="stack">{"".join(told)}</section>'
+        f'<section class="panels">{"".join(charts)}</section>'
+        f'<section class="stack">{"".join(tables)}</section>{footer}',
         head=OWN_PAGE + _policy(),
         style=STYLE,
     )

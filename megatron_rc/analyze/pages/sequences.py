@@ -98,7 +98,12 @@ def effective_size(evidence: Evidence) -> str:
     horizon = evidence.growth.horizon
     steps = lengths.tolist()
     axes = tight_log_axis(1, longest), linear_axis(0, 1)
-    lines = [Line(steps, predicted, "soft dashed"), Line(steps, measured, "c0", dots=True)]
+    whole = evidence.growth.ess
+    lines = [
+        Line(steps, predicted, "soft dashed"),
+        Line([1, longest], [whole, whole], "c1 dashed"),
+        Line(steps, measured, "c0", dots=True),
+    ]
     marks = [Mark(horizon, "T*")] if math.isfinite(horizon) else []
     hover = [Series("measured", steps, measured), Series("predicted", steps, predicted)]
     drawn = chart(lines, *axes, title="effective sample size", across="tokens", marks=marks, hover=hover)
@@ -107,11 +112,13 @@ def effective_size(evidence: Evidence) -> str:
         "How much of a batch is left under sequence weights",
         drawn,
         "The effective share of the responses if their weight is the product of the first T ratios, against "
-        f"exp(-2 T k3); T* = 1 / (2 k3) is {reach}.",
+        f"exp(-2 T k3); T* = 1 / (2 k3) is {reach}. The curve compares equal numbers of first tokens, up to the length "
+        f"that {FEWEST} responses reach. The ESS of {whole:.0%} of the table above has whole responses of all lengths: "
+        "where l leans to one side, short and long ones weigh differently.",
         "near 1 at the lengths you train with, and on the dashed line: below it, the gap is correlated inside "
         "responses.",
         "ESS as a share",
-        legend=[("c0", "measured"), ("soft", "predicted by k3")],
+        legend=[("c0", "first T tokens"), ("soft", "predicted by k3"), ("c1", "whole responses")],
     )
 
 

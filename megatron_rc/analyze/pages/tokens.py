@@ -38,5 +38,4 @@ def top_tokens(evidence: Evidence, share: bool) -> str:
         "Where the two sides differ most, with the log-ratios of the tokens before and after. Look for what they "
         "share: one id, one place, one server, or neighbours that are off as well.",
         "rare tokens (log mu of -2 and below) at scattered places, with calm neighbours.",
-        wide=True,
     )
