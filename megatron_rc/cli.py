@@ -111,7 +111,7 @@ def train(
 ) -> None:
     """Train a policy with rollout correction; resumes from the newest checkpoint of the output folder.
 
-    Other settings than those that the folder was made with are refused, but for those of docs/training.md.
+    Settings other than those the folder was made with are refused; the error lists which ones may change.
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """

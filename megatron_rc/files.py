@@ -15,11 +15,14 @@ Kind = typing.TypeVar("Kind")
 """A NamedTuple or a dataclass of numbers, texts and tuples of them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's share of it, or a file has no room."""
+_SHORT_WRITE = "unexpected pos"
+"""In what torch says of a file that did not take all bytes; it hides the error of the system."""
 
 
 def is_full(error: BaseException) -> bool:
     """Whether something could not be written for lack of room, whichever library says so."""
-    return getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
+    signs = (_SHORT_WRITE, *map(os.strerror, _FULL))
+    return getattr(error, "errno", None) in _FULL or any(sign in str(error) for sign in signs)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def age_note(settings: Mapping[str, Any]) -> str:
 
 def next_steps(folder: Path, dump: str = "dump") -> str:
     """HTML of the commands to try next, from the folder of the page."""
-    steps = {"megatron-rc presets": "lists the corrections; docs/collapse.md ranks them."}
+    steps = {"megatron-rc presets": "lists the corrections with their sources."}
     if (folder / dump).is_dir():
         steps |= {f"megatron-rc analyze {dump}": "says from the kept rollouts whether the gap is a bug."}
     else:

@@ -54,6 +54,8 @@ def test_a_pipe_of_a_job_that_breaks_is_shown_and_ctrl_c_has_its_own_status() ->
         def breaks(): raise BrokenPipeError("a worker")
         @cli.app.command()
         def waits(): os.kill(os.getpid(), signal.SIGINT)
+        # a shell that starts this test in the background has ignored it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.main()"""
     ended = {
         verb: subprocess.run([sys.executable, "-c", code, verb], env=ENVIRONMENT, capture_output=True, text=True)

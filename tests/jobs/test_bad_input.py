@@ -94,7 +94,7 @@ EXPECTED = {
     "a job": "this is one job, not a grid: megatron-rc train .*/settings.yaml",
     "reward raises": "grading.py:raises_later.*no such grade",
     "evaluation raises": "grading.py:raises_at_the_second_evaluation.*no such grade",
-    "other shape": "checkpoint .*good/checkpoints/rl-000003 does not fit this model",
+    "other shape": "good was made with other settings: model.config.hidden_size 32 -> 64; --fresh starts anew",
     "not a job": "holds no metrics.jsonl",
     "missing log-prob": "sample 1: the engine returned . log-probs for . tokens",
     "NaN log-prob": "nonfinite_share must be <= 0.01, got . of .* NaN or infinite log-probs",

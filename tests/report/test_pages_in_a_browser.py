@@ -14,7 +14,7 @@ from megatron_rc.analyze.pages import html
 from megatron_rc.correction.settings import PRESETS
 from megatron_rc.report.comparison import ComparedRun, Comparison
 from megatron_rc.report.comparison_page import write_comparison
-from megatron_rc.report.context import save_context
+from megatron_rc.report.context import save_fingerprint, save_settings
 from megatron_rc.report.run_page import write_report
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     runs, kept = [], {}
     for choice, (set_to, found) in told.items():
-        save_context(folder / choice / "seed-1", set_to, {"device": "cpu", "torch": "2.13.0"})
+        save_settings(folder / choice / "seed-1", set_to)
+        save_fingerprint(folder / choice / "seed-1", {"device": "cpu", "torch": "2.13.0"})
         (folder / choice / "seed-1/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
         accuracy = tuple(each["eval/accuracy"] for each in found if "eval/accuracy" in each)
         runs.append(ComparedRun(choice, 1, tuple(range(0, 50, 10)), accuracy, 0.1, 0.5, 0.3))

@@ -143,6 +143,8 @@ def _run(
     _become(environment, folder)
     os.chdir(folder)
     sys.argv = ["megatron-rc", *arguments]
+    # a shell that starts the tests in the background has ignored it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from megatron_rc.cli import main
     from megatron_rc.report.log import MetricsLog
 
