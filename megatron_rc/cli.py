@@ -116,6 +116,8 @@ def train(
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
     versions.check_linux("megatron-rc train")
+    import torch  # noqa: F401 - that it is missing is said before the layout, which torchrun would start
+
     from megatron_rc.jobs import run
     from megatron_rc.jobs.folder import interrupted
     from megatron_rc.models.layout import fewest_processes
