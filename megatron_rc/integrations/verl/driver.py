@@ -39,7 +39,7 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
         (batch, metrics): the batch has rollout_is_weights [B, R] fp32 if the correction has a weight or a rejection.
 
     Raises:
-        ValueError: verl corrects too; more than max_nonfinite_share of the log-probs are not finite, or k3 is above
+        ValueError: verl corrects too; more than max_nonfinite_share of the log-probs are corrupt, or k3 is above
             max_k3.
     """
     refuse_rollout_correction(state, rollout_corr_config)

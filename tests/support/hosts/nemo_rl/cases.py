@@ -8,6 +8,8 @@ from torch import Tensor
 from megatron_rc import RolloutCorrection
 
 KL = 0.1
+LOWERED = 2.0
+"""nats; log-probs are below those of the recorded batch by this, so that none is above 0."""
 _TIS = {"weight": {"level": "token", "mode": "truncate", "upper": 1.5}}
 
 
@@ -69,17 +71,23 @@ def rollout(seed: int = 0, rows: int = 6, columns: int = 14) -> tuple[dict[str, 
     mask[:2, 4:6] = 0
     sample_mask = torch.ones(rows)
     sample_mask[-1] = 0
-    prev = -normal().abs() - 0.1
+    prev = -normal().abs() - 0.1 - LOWERED
     spread = torch.linspace(0.05, 0.6, rows)[:, None]
     data = {
         "prev_logprobs": prev,
-        "generation_logprobs": torch.where(mask > 0, (prev - spread * normal()).clamp(max=0), 0),
+        "generation_logprobs": torch.where(mask > 0, prev - spread * normal(), 0),
         "reference_policy_logprobs": prev + 0.1 * normal(),
         "advantages": normal()[:, :1].expand(rows, columns).contiguous(),
         "token_mask": mask,
         "sample_mask": sample_mask,
     }
-    return data, (prev + 0.2 * normal())[:, 1:].clamp(max=0)
+    return data, (prev + 0.2 * normal())[:, 1:]
+
+
+def as_recorded(data: dict[str, Tensor], current: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The batch with the log-probs of the recording, on whose level the losses of CISPO and REINFORCE depend."""
+    raised = {name: value + LOWERED for name, value in data.items() if name.endswith("_logprobs")}
+    return {**data, **raised}, current + LOWERED
 
 
 def plain_loss(name: str, data: dict[str, Tensor], current: Tensor) -> tuple[float, Tensor]:

@@ -272,7 +272,7 @@ GOLDEN_SEEDS = cases.SEEDS[:2]
 def main() -> None:
     recorded = {name: each for name, each in table().items() if int(name.rpartition(" ")[2]) in GOLDEN_SEEDS}
     own = {name: each for name, each in updates().items() if name.endswith("own")}
-    version = {"verl": verl.__version__, "commit": sys.argv[1]}
+    version = {"verl": verl.__version__, "commit": sys.argv[1], "lowered": cases.LOWERED}
     json.dump({**version, "table": recorded, "updates": own}, sys.stdout, separators=(",", ":"))
 
 
