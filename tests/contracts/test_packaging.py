@@ -142,7 +142,8 @@ def refused(command: list[str], **environment: str) -> str:
 
 def test_quickstart_refuses_wrong_arguments_in_one_sentence() -> None:
     quickstart = str(ROOT / "launch/quickstart.sh")
-    assert "unknown argument '--step'; known: --single, --moe, --steps N" in refused([quickstart, "--step", "3"])
+    known = "--preset NAME, --set ASSIGNMENT, --single, --moe, --steps N"
+    assert f"unknown argument '--step'; known: {known}" in refused([quickstart, "--step", "3"])
     assert "--steps takes a whole number, got 'many'" in refused([quickstart, "--moe", "--steps", "many"])
     assert "--seed takes a whole number, got ''" in refused([quickstart, "--seed"])
     assert "--out takes a directory" in refused([quickstart, "--out"])

@@ -120,7 +120,8 @@ def test_what_a_machine_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyP
         return str(caught.value)
 
     several = (
-        "megatron-rc launch starts one machine, and cluster.nodes is 2: a template of launch/, submitted by sbatch,"
+        "megatron-rc launch starts one machine, and cluster.nodes is 2: a template of the repository's launch/, "
+        "submitted by sbatch,"
     )
     assert refusal("cluster.gpus_per_node=2").startswith(several)
     here = "cluster.nodes=1"
@@ -143,7 +144,8 @@ def test_what_a_machine_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("option", ["--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint"])
 def test_addresses_of_other_machines_are_refused_with_what_to_do_instead(option: str) -> None:
     sentence = str(run_verb("launch", RECIPE, option, "1").exception)
-    assert sentence.startswith("megatron-rc starts one machine and takes no addresses of others; launch/train.sbatch")
+    one = "megatron-rc starts one machine and takes no addresses of others; "
+    assert sentence.startswith(f"{one}the repository's launch/train.sbatch")
     assert str(run_verb("plan", RECIPE, "--host", "a", "--host", "b").exception) == sentence
 
 

@@ -204,7 +204,7 @@ def alone(error: str | None) -> None:
 
 def open_engine(opening: Opening) -> SGLangEngine:
     settings = opening.settings.sglang
-    return SGLangEngine(
+    engine = SGLangEngine(
         replace(settings, sync_dir=settings.sync_dir or str(opening.output / "sync")),
         opening.hf_config,
         agree=opening.agree,
@@ -212,3 +212,10 @@ def open_engine(opening: Opening) -> SGLangEngine:
         return_routes=settings.capture_routes or opening.returns_routes,
         probe=opening.probe,
     )
+    try:
+        # now: once a checkpoint or an evaluation is written, the settings that mend it may not change
+        engine.check_sampling(opening.settings.sampling())
+    except ValueError:
+        engine.close()
+        raise
+    return engine

@@ -23,6 +23,7 @@ from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.scores import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Logprobs, Scores, seeded_prompts
 from megatron_rc.doctor.server.trainer_scores import TrainerModel
+from megatron_rc.exit_status import ExitStatus
 
 Rows = Sequence[Sequence[int]]
 
@@ -218,7 +219,7 @@ def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_o
     found = {f["check"]: f for f in findings if f["check"] in {check.name for check in PROBES}}
     assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 4, found
     said = CliRunner().invoke(app, [*command, str(perturbed(dense_server.model, tmp_path))])
-    assert said.exit_code == 1
+    assert said.exit_code == ExitStatus.WRONG
     (findings,) = json.loads(said.stdout).values()
     verdict = next(f for f in findings if f["check"] == "triangle")
     assert verdict["status"] == "error" and "agrees with itself and not with the trainer" in verdict["found"], verdict
