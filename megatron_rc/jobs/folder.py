@@ -27,6 +27,17 @@ FOLDERS = ("checkpoints", KL_POLICY, "hf", "dump", "rejected", "sync", "tensorbo
 """What a run writes into its folder."""
 
 
+class _Found(NamedTuple):
+    """What a folder holds of a run."""
+
+    last: Path | None
+    """The checkpoint at which it goes on."""
+    done: int | None
+    """Steps of reinforcement learning that a start need not repeat; None where nothing is recorded."""
+    made: JobSettings | None
+    """The settings that its results were made with."""
+
+
 class Start(NamedTuple):
     """How a run starts."""
 
@@ -49,12 +60,13 @@ def begin(settings: JobSettings, *, fresh: bool) -> Start:
     folder = Path(settings.output)
     if fresh and (aside := set_aside(folder)):
         print(f"starting anew; the earlier run is in {aside}", flush=True)
-    if settings.branch and (_made(folder) is None or finished_steps(folder) is None):
+    found = _read(folder)
+    if settings.branch and (found.made is None or found.done is None):
         _branch_off(settings)
-    if refused := other_settings(settings):
-        raise ValueError(f"{folder} was made with other settings: {'; '.join(refused)}; {_ways_out(folder)}")
-    last, done = _last(folder), finished_steps(folder)
-    made = None if done is None else _made(folder)
+        found = _read(folder)
+    last, done, made = found
+    if refused := _refused(settings, found):
+        raise ValueError(f"{folder} was made with other settings: {'; '.join(refused)}; {_ways_out(folder, last)}")
     changed = changes(made, settings) if made and last else []
     if last and not made:
         print(f"{folder} has no {context.SETTINGS_FILE}: whether it was made with other settings is unknown")
@@ -82,32 +94,37 @@ def interrupted(folder: Path) -> str:
     """Write the report of a run that Ctrl-C has stopped; returns where it goes on."""
     if (folder / FILE_NAME).is_file() and read_metrics(folder):
         write_report(folder)
-    last = _last(folder)
+    last = newest(folder / "checkpoints")
     return f"goes on from {last}" if last else "starts at the beginning, because no checkpoint is written yet"
 
 
 def other_settings(settings: JobSettings) -> list[str]:
     """Settings with which the results in the folder cannot go on, old and new; empty if they can, or there are none."""
-    folder = Path(settings.output)
-    done = finished_steps(folder)
-    if done is None or (made := _made(folder)) is None:
+    return _refused(settings, _read(Path(settings.output)))
+
+
+def _refused(settings: JobSettings, found: _Found) -> list[str]:
+    last, done, made = found
+    if done is None or made is None:
         return []
     refused = [str(change) for change in changes(made, settings) if not change.allowed]
     steps = Change("train.steps", made.train.steps, settings.train.steps)
     if steps.new < done:
         refused.append(f"{steps}, and {done} are done")
-    elif steps.new > done >= steps.old and not _last(folder):
+    elif steps.new > done >= steps.old and not last:
         refused.append(f"{steps}, and no checkpoint is left to go on from")
     return refused
 
 
-def finished_steps(folder: Path) -> int | None:
-    """Steps of reinforcement learning that a start need not repeat; None where nothing is recorded."""
-    if last := _last(folder):
+def _read(folder: Path) -> _Found:
+    last = newest(folder / "checkpoints")
+    made = job_settings.of_finished(folder) if (folder / context.SETTINGS_FILE).is_file() else None
+    if last:
         progress = read_progress(last)
-        return progress.step if progress.phase == "rl" else 0
+        return _Found(last, progress.step if progress.phase == "rl" else 0, made)
     records = read_metrics(folder) if (folder / FILE_NAME).is_file() else []
-    return max((int(record["step"]) for record in records if record["phase"] == "rl"), default=0) if records else None
+    steps = (int(record["step"]) for record in records if record["phase"] == "rl")
+    return _Found(None, max(steps, default=0) if records else None, made)
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -120,16 +137,6 @@ def set_aside(folder: Path) -> Path | None:
     for path in written:
         path.rename(aside / path.name)
     return aside
-
-
-def _last(folder: Path) -> Path | None:
-    """The checkpoint at which a run goes on."""
-    return newest(folder / "checkpoints")
-
-
-def _made(folder: Path) -> JobSettings | None:
-    """The settings that the results in a folder were made with."""
-    return job_settings.of_finished(folder) if (folder / context.SETTINGS_FILE).is_file() else None
 
 
 def _complete(folder: Path, settings: JobSettings) -> bool:
@@ -182,8 +189,7 @@ def _note(folder: Path, before: Sequence[dict[str, object]], changed: Iterable[C
     context.save_changes(folder, [*before, *({**at, **change._asdict()} for change in changed)])
 
 
-def _ways_out(folder: Path) -> str:
-    last = _last(folder)
+def _ways_out(folder: Path, last: Path | None) -> str:
     reached = read_progress(last) if last else Progress()
     branch = f", and with --set branch={folder}:{reached.step} goes on from here" if reached.phase == "rl" else ""
     return (

@@ -75,7 +75,7 @@ def next_steps(folder: Path, dump: str = "dump") -> str:
     if (folder / dump).is_dir():
         steps |= {f"megatron-rc analyze {dump}": "says from the kept rollouts whether the gap is a bug."}
     else:
-        steps |= {"megatron-rc train --dump": "keeps the rollouts that megatron-rc analyze reads."}
+        steps |= {"megatron-rc train CONFIG --dump": "keeps the rollouts that megatron-rc analyze reads."}
     items = "".join(f"<li><code>{escape(command)}</code> {escape(text)}</li>" for command, text in steps.items())
     return f'<article class="next"><h2>Next, in the folder of this page</h2><ul>{items}</ul></article>'
 
