@@ -34,6 +34,8 @@ class EngineKind(NamedTuple):
     """Its samples exist already: no weights are served, and no held-out prompt is answered."""
     draws_otherwise: bool = False
     """It obeys `HiddenSampling`."""
+    rounds_inputs: bool = False
+    """It rounds inputs of matrices, keys and values as `rollout.quantize` says."""
     lends_itself: bool = False
     """It may serve other weights for the time of an evaluation."""
 
@@ -46,6 +48,7 @@ ENGINES = {
         "a transformers model in the trainer's process.",
         returns_routes="returns them",
         draws_otherwise=True,
+        rounds_inputs=True,
         lends_itself=True,
     ),
     "sglang": EngineKind("sglang.engine", "the servers of `sglang`.", returns_routes="returns them", has_servers=True),

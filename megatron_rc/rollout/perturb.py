@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from megatron_rc.rollout.quantize import is_quantizable, quantized
 from megatron_rc.schema.limits import check_one_of
-from megatron_rc.settings.rollout import QUANTIZATIONS, Quantize
-
-_UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
+from megatron_rc.settings.quantization import QUANTIZATIONS, Quantize
 
 
 def perturbed(
@@ -19,7 +18,7 @@ def perturbed(
 
     Args:
         weights: (Hugging Face checkpoint name, tensor).
-        quantize: see ``quantized``; applies where ``is_quantizable``.
+        quantize: a row of QUANTIZATIONS, whose grid of weights applies where ``is_quantizable``.
         amplify: see ``amplified``; applies to every tensor.
         noise: see ``amplified``.
 
@@ -27,42 +26,13 @@ def perturbed(
         ValueError: ``quantize`` is neither none nor in `QUANTIZATIONS`.
     """
     check_one_of("quantize", quantize, ("none", *QUANTIZATIONS))
+    grid = QUANTIZATIONS[quantize].weights if quantize != "none" else None
     for name, tensor in weights:
         if amplify > 0:
             tensor = amplified(tensor, amplify, name=name, noise=noise)
-        if quantize != "none" and is_quantizable(name, tensor):
-            tensor = quantized(tensor, quantize)
+        if grid and is_quantizable(name, tensor):
+            tensor = quantized(tensor, grid)
         yield name, tensor
-
-
-def is_quantizable(name: str, tensor: Tensor) -> bool:
-    """True for the matrices of attention, MLP and experts.
-
-    Embeddings, lm_head, router gates and norms stay as they are, as in published int8 and fp8 checkpoints.
-    """
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    return tensor.ndim == 2 and name.endswith(".weight") and module not in _UNQUANTIZED_MODULES
-
-
-def quantized(tensor: Tensor, kind: str) -> Tensor:
-    """Quantise symmetrically with one scale per output channel, and dequantise.
-
-    int8: scale_o = max_i |w_oi| / 127, w' = scale * round(w / scale), error at most scale / 2
-    fp8: scale_o = max_i |w_oi| / 448, w' = scale * e4m3(w / scale), error at most max(|w| / 16, scale / 1024)
-
-    Args:
-        tensor: [out, in], any float dtype.
-
-    Returns:
-        [out, in] of the same dtype; computed in fp32.
-    """
-    values = tensor.detach().float()
-    limit, dtype = QUANTIZATIONS[kind].largest, getattr(torch, QUANTIZATIONS[kind].rounded_by)
-    scale = values.abs().amax(dim=1, keepdim=True) / limit
-    scale = torch.where(scale == 0, 1.0, scale)
-    levels = (values / scale).clamp(-limit, limit)
-    levels = levels.to(dtype).float() if dtype.is_floating_point else levels.round()
-    return (levels * scale).to(tensor.dtype)
 
 
 def amplified(tensor: Tensor, scale: float, *, name: str, noise: int | str) -> Tensor:

@@ -1,26 +1,14 @@
 """What is sampled, by which engine, and how far the weights that it serves are from those of the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from megatron_rc.engine import DEFAULT_ENGINE, ENGINES, EngineKind, HiddenSampling, SamplingParams
 from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least
 from megatron_rc.settings.model import Dtype
+from megatron_rc.settings.quantization import QUANTIZATIONS, Quantize
 from megatron_rc.settings.sglang import SGLangSettings
-
-
-class Quantization(NamedTuple):
-    """How a weight is rounded, once its output channel is scaled to the levels."""
-
-    largest: float
-    """Largest level, which the largest weight of a channel becomes."""
-    rounded_by: str
-    """dtype of torch whose numbers are the levels."""
-
-
-QUANTIZATIONS = {"int8": Quantization(127.0, "int8"), "fp8": Quantization(448.0, "float8_e4m3fn")}
-Quantize = Annotated[str, Choice({"none": "", **QUANTIZATIONS})]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +33,7 @@ class RolloutSettings:
     dtype: Dtype = "bf16"
     """Precision of the embedded engine."""
     quantize: Quantize = "none"
-    """Quantise and dequantise exported weights, so that any engine serves the quantised values."""
+    """Quantise and dequantise what the sampler computes with: weights for any engine, the rest for the embedded one."""
     amplify: float = 0.0
     """Standard deviation of noise added to exported weights, in units of each tensor's own standard deviation."""
     amplify_fixed: bool = False
@@ -67,6 +55,9 @@ class RolloutSettings:
             able = " or ".join(name for name, kind in ENGINES.items() if kind.draws_otherwise)
             why = f"only {able} can draw tokens otherwise than it reports"
             raise ValueError(f"hidden must keep its defaults when engine is {self.engine!r}: {why}")
+        if self.quantize != "none" and QUANTIZATIONS[self.quantize].rounds_inputs and not self.kind.rounds_inputs:
+            why = f"it rounds more than weights, which engine {self.engine!r} cannot do for us"
+            raise ValueError(f"quantize must not be {self.quantize!r}: {why}; servers have flags of their own")
         if self.amplify_fixed and (self.amplify == 0 or self.kind.replays):
             raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
 

@@ -13,10 +13,12 @@ from transformers import DynamicCache
 from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.models.config import torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
+from megatron_rc.rollout.embedded.rounding import RoundedCache, round_inputs
 from megatron_rc.rollout.embedded.routes import RouteCapture
 from megatron_rc.rollout.opening import Opening
 from megatron_rc.rollout.worker import WorkerEngine
 from megatron_rc.settings.model import DTYPES, Dtype
+from megatron_rc.settings.quantization import QUANTIZATIONS, Quantize
 
 _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
@@ -37,6 +39,7 @@ class EmbeddedEngine(RolloutEngine):
         device: torch.device | str,
         max_batch: int = 256,
         return_routes: bool = False,
+        quantize: Quantize = "none",
         name: str = "embedded",
     ) -> None:
         """Build the model with random weights; they are version -1 until ``update_weights``.
@@ -46,11 +49,12 @@ class EmbeddedEngine(RolloutEngine):
             dtype: of weights, activations, cache and logits; log-probs are always fp32.
             max_batch: responses decoded at once.
             return_routes: return the experts of every token; the model must have experts.
+            quantize: what to round besides weights, which come rounded.
             name: ``Sample.server`` of its responses.
 
         Raises:
-            ValueError: the model_type or dtype is unknown, attention has a sliding window, max_batch < 1, or routes are
-                wanted of a dense model.
+            ValueError: the model_type or dtype is unknown, attention has a sliding window, max_batch < 1, routes are
+                wanted of a dense model, or rounded inputs of one with experts.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -63,6 +67,10 @@ class EmbeddedEngine(RolloutEngine):
         self._model = build_model(hf_config, torch_dtype(dtype), self.device)
         self._slots = weight_slots(self._model)
         self._routes = RouteCapture(self._model) if return_routes else None
+        quantization = QUANTIZATIONS[quantize] if quantize != "none" else None
+        self._cache_dtype = quantization.cache if quantization else ""
+        if quantization:
+            round_inputs(self._model, quantization)
 
     def generate(
         self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
@@ -116,7 +124,8 @@ class EmbeddedEngine(RolloutEngine):
         self, prompts: Prompts, params: SamplingParams, seeds: Sequence[int], on_finished: OnFinished
     ) -> list[Sample]:
         rows, steps, device = len(prompts), params.max_new_tokens, self.device
-        cache = DynamicCache(config=self._model.config)
+        config, rounded = self._model.config, self._cache_dtype
+        cache = RoundedCache(config, rounded) if rounded else DynamicCache(config=config)
         if self._routes:
             self._routes.start(rows, max(map(len, prompts)) + steps - 1)
         logits, visible, positions = self._prefill(prompts, steps, cache)
@@ -218,6 +227,7 @@ def open_engine(opening: Opening) -> RolloutEngine:
         dtype=opening.settings.dtype,
         device=opening.device,
         return_routes=opening.returns_routes,
+        quantize=opening.settings.quantize,
         name=f"embedded-{opening.rank}",
     )
     return WorkerEngine(build, agree=opening.agree) if opening.in_background else build()
