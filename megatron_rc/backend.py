@@ -1,6 +1,9 @@
 """The choice between Triton kernels and plain PyTorch, and the switch for checks that wait for the device."""
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +12,9 @@ from megatron_rc.versions import TRITON, is_older
 
 BACKENDS = ("auto", "torch", "triton")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _debug_checks = False
 
@@ -63,8 +69,9 @@ def _obstacle(tensors: dict[str, Tensor]) -> str | None:
             f"backend must be 'torch' or 'auto': the kernels need triton {TRITON.oldest} or newer, "
             f"found {triton.__version__}"
         )
+    on_cpu = all(value.device.type == "cpu" for value in tensors.values()) and interpreted()
     for name, value in tensors.items():
-        if not on_cuda and not (value.device.type == "cpu" and interpreted()):
+        if not (on_cuda or on_cpu) and not value.is_cuda:
             return (
                 f"{name} must be on a CUDA device for backend 'triton', got {value.device}; "
                 "TRITON_INTERPRET=1 in the environment runs the kernels on CPU, for tests"
@@ -72,6 +79,18 @@ def _obstacle(tensors: dict[str, Tensor]) -> str | None:
         if value.is_floating_point() and value.dtype not in _KERNEL_DTYPES:
             return f"{name} must be bfloat16, float16 or float32 for backend 'triton', got {value.dtype}"
     return None
+
+
+def opaque(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function, which torch.compile calls and does not trace: kernels leave it nothing to fuse."""
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
 
 
 def interpreted() -> bool:

@@ -141,7 +141,7 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
     """`policy_loss` and its gradients: PPO with importance weights, dual clip, KL and entropy terms."""
     batch = Rollout.of(meter, tokens)
     noise = torch.randn(3, tokens, **meter.new(tokens + 1))
-    leaves = [(batch.train - 0.1 * noise[1]).requires_grad_(), noise[1].abs().requires_grad_()]
+    leaves = [batch.train - 0.1 * noise[1], noise[1].abs()]
     corrected, one = batch.correct("torch"), [torch.ones((), device=meter.device)]
     scale = loss_scale(batch.mask, corrected.mask, cu_seqlens=batch.cu_seqlens)
     given = [batch.train, noise[0].contiguous(), scale, batch.train + 0.02 * noise[2]]
@@ -152,15 +152,20 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
         options = LossOptions(dual_clip=3.0, kl_coef=0.01, entropy_coef=_ENTROPY_COEF)
         return (policy_loss(current, old, advantages, corrected, options=options, backend=backend, **terms).loss,)
 
-    (exact,) = path("torch", torch.float64, *leaves)
-    slope = torch.stack(torch.autograd.grad(exact, leaves, one[0].double())).double()
+    def fresh() -> list[Tensor]:
+        """Leaves whose gradients no earlier call has put on another stream: a graph could not be captured."""
+        return [leaf.clone().requires_grad_() for leaf in leaves]
+
+    of_truth = fresh()
+    (exact,) = path("torch", torch.float64, *of_truth)
+    slope = torch.stack(torch.autograd.grad(exact, of_truth, one[0].double())).double()
 
     def distance(found: list[Tensor], gradients: tuple[Tensor, ...]) -> Figures:
         far = (torch.stack(gradients) - slope).norm() / slope.norm()
         return {"loss": _relative(float(found[0]), float(exact.detach())), "gradient": float(far)}
 
     paths = {name: partial(path, backend, torch.float32) for name, backend in BACKENDS.items()}
-    return {name: both_passes(lambda: leaves, path, one, distance) for name, path in paths.items()}
+    return {name: both_passes(fresh, path, one, distance) for name, path in paths.items()}
 
 
 def routes(tokens: int, layers: int, k: int, meter: Meter, experts: int = 128) -> dict[str, Call]:

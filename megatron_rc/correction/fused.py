@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.backend import opaque
 from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.correction.inputs import Inputs, Pair
 from megatron_rc.correction.kernel_plan import KernelPlan
@@ -27,6 +28,7 @@ _TOKENS = 2
 """Place of the numbers of valid tokens among the columns of sequences, after the sums of l and of log mu."""
 
 
+@opaque
 def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
     """The correction of `megatron_rc.correct`."""
     parallel = not is_alone(cp_group)
@@ -75,6 +77,7 @@ def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: G
     return Computed(weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3)
 
 
+@opaque
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.correct.pair_metrics`."""
     tokens = _tokens(pair, None, ())

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import debug_checks
+from megatron_rc.backend import debug_checks, opaque
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.logprobs.gradient import WeightGradient, product_into
@@ -56,6 +56,7 @@ def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
     with_entropy: bool, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@opaque
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, head: HeadInputs = HeadInputs(),
     with_entropy: bool = False, backend: str = "auto",
@@ -100,6 +101,7 @@ def _logprobs(
     return logprobs, None if entropy is None else scattered(entropy, head.rows, targets)
 
 
+@opaque
 @torch.no_grad()
 def linear_distribution(
     hidden: Tensor,
@@ -146,6 +148,7 @@ class LinearPolicyLoss(NamedTuple):
     """[N] fp32, nats, without gradient; None unless asked for."""
 
 
+@opaque
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rc.backend import opaque
 from megatron_rc.kernels.policy_loss import policy_loss_bwd, policy_loss_fwd
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.reference import LossInputs
 
 
+@opaque
 def policy_loss(
     current: Tensor, entropy: Tensor | None, inputs: LossInputs, options: LossOptions
 ) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt
     corrected = on_gaps(RolloutCorrection(Weight(level, "truncate", upper=2.0)), 0.1, -INF, 0.2, lengths=[2, 1])
     assert corrected.mask.all()
     assert corrected.weights[1] == 0
-    assert corrected.weights[0] == (pytest.approx(math.exp(0.1)) if level == "token" else 0)
+    assert corrected.weights[0].item() == (pytest.approx(math.exp(0.1)) if level == "token" else 0)
     assert not corrected.bad_sequences.any()
     values = corrected.metrics.values()
     assert values["nonfinite_count"] == 0

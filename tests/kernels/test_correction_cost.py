@@ -109,7 +109,7 @@ def test_many_short_sequences_are_right(sequences: int) -> None:
         assert_agrees(batch_of(lengths), RolloutCorrection(Weight("sequence", "mask", 0.803, 1.297)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "row_length", "num_sequences"])
 def located_kernel(
     chunks,  # [n] int64
     cu_seqlens,  # [S + 1], or None

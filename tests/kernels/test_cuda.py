@@ -135,6 +135,13 @@ def head_step(hidden: Tensor) -> Tensor:
     return found.mean()
 
 
+def test_a_tensor_that_is_not_on_the_card_is_named() -> None:
+    values = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"^loss_mask must be on a CUDA device for backend 'triton', got cpu"):
+        mask = torch.ones(3, dtype=torch.bool, device="cpu")
+        correct(values, values, mask, correction="none", cu_seqlens=torch.tensor([0, 3]), backend="triton")
+
+
 @pytest.mark.parametrize("step", [rows_step, correction_step, head_step])
 def test_torch_compile_takes_a_step_with_kernels(step: Callable[[Tensor], Tensor]) -> None:
     values = torch.randn(256, 64 if step is head_step else 512, generator=torch.Generator().manual_seed(0))

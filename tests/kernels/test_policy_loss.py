@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_device import ROUNDING, assert_same
+from on_device import CARD, ROUNDING, assert_same
 from policy_loss_data import PER_TOKEN, Result, evaluate, tokens
 from torch import Tensor
 
@@ -69,10 +69,16 @@ def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple
 
 
 def assert_as_exact_as_torch(value: Tensor, plain: Tensor, truth: Tensor, size: Tensor | float) -> None:
-    """Not further from the fp64 truth than twice fp32 torch and 1e-6 of the terms; equal where not finite."""
+    """Not further from the fp64 truth than twice fp32 torch and 1e-6 of the terms; equal where not finite.
+
+    A card computes exp(x) as 2^(x log2 e), whose exponent is rounded: 6e-8 |x| more, for |x| up to 88.
+    """
     finite = truth.isfinite() & (truth.abs() < torch.finfo(torch.float32).max)
     torch.testing.assert_close(value[~finite], truth[~finite].to(value.dtype), equal_nan=True, rtol=0, atol=0)
-    error, allowed = (value.double() - truth).abs(), 2 * (plain.double() - truth).abs() + 1e-6 * size
+    error, allowed = (
+        (value.double() - truth).abs(),
+        2 * (plain.double() - truth).abs() + (6e-6 if CARD else 1e-6) * size,
+    )
     assert (error <= allowed)[finite].all(), (error - allowed)[finite].max()
 
 

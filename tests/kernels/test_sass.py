@@ -12,6 +12,7 @@ import sass
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
 
+@resources.of_this_compiler
 @pytest.mark.parametrize("columns", resources.LOOPS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy: bool) -> None:

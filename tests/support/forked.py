@@ -5,6 +5,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
+from on_device import CARD
+
 METHOD = "forkserver"
 """Start method of multiprocessing."""
 
@@ -16,7 +18,9 @@ def share_server() -> None:
 
 def start_server() -> None:
     """Start the process that others are forked from, where it does not run yet."""
-    forkserver.set_forkserver_preload(["preloaded"])
+    # nothing may touch CUDA before a rank is forked, or stand in for it where there is a card
+    forkserver.set_forkserver_preload(["named" if CARD else "preloaded"])
     # the server passes over a module that it cannot import, and is not given this process's sys.path
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with patch.dict(os.environ, PYTHONPATH=path):
         forkserver.ensure_running()

@@ -1,11 +1,10 @@
-"""What the process holds that ranks and jobs are forked from: slow imports, and the name of the test modules."""
+"""What the process holds that ranks and jobs are forked from: slow imports, and the names of the test modules."""
 
 # ruff: noqa: E402 - the emulation of CUDA comes before Megatron-Core, as in a job
 
 import queue
-import sys
-from pathlib import Path
-from types import ModuleType
+
+import named  # noqa: F401
 
 from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.training import emulation
@@ -28,9 +27,3 @@ for family in FAMILIES.values():
 # Megatron starts a process of 3 s for the queue of a first checkpoint, that only its asynchronous writer needs;
 # jobs that tests start as a user does, `jobs.typed_job`, have that process
 filesystem_async._results_queue = queue.Queue()
-
-# functions of tests/training/test_model.py are pickled as those of tests.training.test_model, but the repository's root
-# stays off sys.path
-tests = ModuleType("tests")
-tests.__path__ = [str(Path(__file__).parents[1])]
-sys.modules["tests"] = tests
