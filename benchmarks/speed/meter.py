@@ -83,9 +83,9 @@ class Meter:
         """Everything about every call; the bytes that kernels load and store are counted for ours, without a GPU."""
         found: dict[str, Figures] = {name: {} for name in calls}
         for name, call in calls.items():
-            ways = (
-                [launches, extra_bytes, *([] if call.waits else [self.graph])] if self.measures else [counted_launches]
-            )
+            # of ours alone: what a peer's capture that fails has taken of the memory is never given back
+            graphs = [self.graph] if name.startswith(ours) and not call.waits else []
+            ways = [launches, extra_bytes, *graphs] if self.measures else [counted_launches]
             for way in [*ways, *([counted_bytes] if name == ours and not self.measures else [])]:
                 try:
                     found[name] |= way(call)

@@ -4,7 +4,7 @@ The calls are those of tests/support/kernel_calls.py, which test_aot.py compiles
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,15 +17,11 @@ from on_device import MadeByTests
 from policy_loss_data import evaluate, tokens
 from row_problems import Problem, assert_exact, kept_problem
 from torch import Tensor
-from torch.overrides import _pop_mode_temporarily
 
 from megatron_rc.batch import Support
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.policy_loss import policy_loss
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_debug_checks")]
 
@@ -113,49 +109,11 @@ def test_tensors_may_be_on_a_device_that_is_not_the_current_one(name: str) -> No
     assert_bits([part.cpu() for part in found], [part.cpu() for part in expected])
 
 
-def rows_step(logits: Tensor) -> Tensor:
-    targets = torch.arange(len(logits), device=logits.device)
-    logprobs, entropy = vocab_parallel_logprobs(1.5 * logits, targets, with_entropy=True, backend="triton")
-    return (logprobs + 0.1 * entropy).sum()
-
-
-def correction_step(logprobs: Tensor) -> Tensor:
-    """The correction and the loss in one compiled function, as a training step would have them."""
-    current = logprobs[:, 0] - 1
-    old, mask, whole = current.detach() * 0.9, current < 9, torch.tensor([0, 7, 7, len(current)], device=current.device)
-    chosen = PRESETS["seq-tis"].correction
-    corrected = correct(old, old - 0.1, mask, correction=chosen, cu_seqlens=whole, backend="triton")
-    return policy_loss(2 * current, old, old, corrected, scale=mask / len(old), backend="triton").loss
-
-
-def head_step(hidden: Tensor) -> Tensor:
-    targets = torch.arange(len(hidden), device=hidden.device)
-    found = linear_logprobs(2 * hidden, hidden.detach() * 3, targets, head=HeadInputs(chunk=100), backend="triton")
-    assert isinstance(found, Tensor)
-    return found.mean()
-
-
 def test_a_tensor_that_is_not_on_the_card_is_named() -> None:
     values = torch.zeros(3)
     with pytest.raises(ValueError, match=r"^loss_mask must be on a CUDA device for backend 'triton', got cpu"):
         mask = torch.ones(3, dtype=torch.bool, device="cpu")
         correct(values, values, mask, correction="none", cu_seqlens=torch.tensor([0, 3]), backend="triton")
-
-
-@pytest.mark.parametrize("step", [rows_step, correction_step, head_step])
-def test_torch_compile_takes_a_step_with_kernels(step: Callable[[Tensor], Tensor]) -> None:
-    values = torch.randn(256, 64 if step is head_step else 512, generator=torch.Generator().manual_seed(0))
-    torch.use_deterministic_algorithms(False)
-    leaves = [values.clone().requires_grad_() for _ in range(2)]
-    # what is compiled is the step alone, not the mode that makes the tensors of tests
-    with _pop_mode_temporarily():
-        losses = [torch.compile(step)(leaves[0]), step(leaves[1])]
-        for loss in losses:
-            loss.backward()
-    assert leaves[0].grad is not None and leaves[1].grad is not None and leaves[1].grad.any()
-    # the operations around a kernel may be fused, and then round otherwise
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-5, atol=1e-6)
 
 
 def rows(count: int, width: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Problem:
