@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rc import Patch, RolloutCorrection, patch
+from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.symbols import Host, Symbol, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 NONE = RolloutCorrection()
@@ -186,14 +186,6 @@ def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: p
         assert "head: linear, head_chunk 8, head_logits_dtype fp32" in patched.report()
 
 
-def test_a_symbol_that_make_answers_none_for_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, symbols=tuple(Symbol("tiny_host.core", *each, lambda *_: None, "") for each in SYMBOLS.items()))
-    before = bindings()
-    with patch("tiny", correction=NONE) as patched:
-        assert bindings() == before
-        assert "loss" not in patched.report()
-
-
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
@@ -298,20 +290,3 @@ def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(
         monkeypatch.setattr(hosts, "HOSTS", table)
         with pytest.raises(ValueError, match="host must be one of .*'auto' needs one"):
             patch(correction=NONE)
-
-
-def test_inspecting_a_host_imports_nothing_of_it(files: Path) -> None:
-    found = {one.symbol.name: one for one in inspect_symbols(host())}
-    assert {name: one.parameters for name, one in found.items()} == SYMBOLS
-    assert not any(one.problem for one in found.values())
-    assert not [name for name in sys.modules if name.startswith("tiny_host")]
-    (files / "core.py").unlink()
-    assert {one.problem for one in inspect_symbols(host())} == {"module tiny_host.core is missing"}
-
-
-def test_the_report_names_what_was_replaced_and_what_differs() -> None:
-    with patch("tiny", correction=NONE, lr_rule=LengthDecaySettings()) as patched:
-        report = patched.report()
-    for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_rule:"):
-        assert part in report
-    assert isinstance(patched, Patch) and "tiny 1.2.3, restored" in patched.report()

@@ -121,12 +121,6 @@ def test_a_rule_by_mismatch_without_a_hook_that_sees_whole_rollouts_is_refused()
         Run(args).rollout(0, [9])
 
 
-def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
-    run = Run(settings(decay={"decay_period": 4}))
-    rates = [run.rollout(number, [9])[0] for number in range(16)]
-    assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
-
-
 def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
     args = settings(decay={"decay_period": 2}, use_tis=True, **TIS)
     run, seen = Run(args), []
@@ -299,11 +293,3 @@ def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
     run = Run(settings(decay={"decay_period": 1}, loss_type="value_loss"))
     assert run.rollout(0, [9]) == [LR]
     slime.before_train_step(settings(decay={"decay_period": 1}), 0, 0, run.model, None, None)
-
-
-def test_settings_reach_the_decay() -> None:
-    detector = {"fast": 1.0, "warmup": 2, "patience": 1, "confirmation": 3, "threshold": 1.2}
-    args = settings(decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
-    run = Run(args)
-    rates = [run.rollout(number, [length])[0] for number, length in enumerate([10, 10, 10, 40, *[40] * 20])]
-    assert rates == pytest.approx([LR] * 7 + [LR / 2] * 17)  # surge at the fourth rollout, period eight

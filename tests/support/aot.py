@@ -57,13 +57,13 @@ class _ReadTable(dict[str, Any]):
         for at, name in self.reads:
             entry = self.get(name)
             # a block may have two dimensions
-            if at == last and entry.options == launch.options and entry.block in _products(numbers):
+            if (
+                at == last
+                and entry.options == launch.options
+                and entry.block in {a * b for a in numbers for b in numbers}
+            ):
                 return name
         return None
-
-
-def _products(numbers: set[int]) -> set[int]:
-    return {a * b for a in numbers for b in numbers}
 
 
 @dataclass(frozen=True)

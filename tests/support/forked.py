@@ -9,11 +9,6 @@ METHOD = "forkserver"
 """Start method of multiprocessing."""
 
 
-def share_server() -> None:
-    """Make a forked process ask the server that it comes from for further ones, instead of starting another."""
-    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
-
-
 def start_server() -> None:
     """Start the process that others are forked from, where it does not run yet."""
     forkserver.set_forkserver_preload(["preloaded"])

@@ -263,12 +263,6 @@ def test_an_interrupt_leaves_no_request_and_no_thread(how: str, interruptible: N
     assert not [thread for thread in threading.enumerate() if "sglang" in thread.name]
 
 
-def test_no_more_requests_are_in_flight_than_allowed() -> None:
-    with FaultySglang(token_seconds=0.002) as server, sglang_engine(server.url, concurrency=5) as engine:
-        engine.generate(prompts_of(40), PARAMS, n=1, seeds=range(40))
-        assert server.most_running == 5
-
-
 def test_samples_of_a_prompt_share_a_server_and_servers_share_the_load() -> None:
     with FaultySglang(token_seconds=0.005) as one, FaultySglang(token_seconds=0.005) as two:
         with sglang_engine(one.url, two.url, concurrency=16) as engine:
