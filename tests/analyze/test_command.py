@@ -79,17 +79,6 @@ def test_the_earlier_name_of_a_condition_is_refused_with_its_new_name(options: t
     assert ended.is_refusal() and "called --require and --require-format" in ended.stderr, ended
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(seed: int, tmp_path: Path) -> None:
-    path, random = dump(tmp_path), np.random.default_rng(seed)
-    data = bytearray(path.read_bytes())
-    for place in random.integers(0, len(data), 8):
-        data[place] = random.integers(256)
-    path.write_bytes(data)
-    ended = analyze(path, "--json", "--no-what-if")
-    assert ended.is_refusal() or (ended.status == 0 and json.loads(ended.stdout)), ended
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -91,13 +91,6 @@ def test_files_of_one_dump_that_lack_a_column_are_read_without_it(tmp_path: Path
     assert diagnosis.evidence.sequences == 12 and not diagnosis.evidence.has("entropy")
 
 
-def test_the_samples_that_slime_dumps_before_training_are_not_taken_for_train_data(tmp_path: Path):
-    torch = pytest.importorskip("torch")
-    torch.save({"rollout_id": 0, "metadata": {}, "samples": [{"tokens": [1]}]}, tmp_path / "0.pt")
-    with pytest.raises(ValueError, match="holds no dump; known formats: parquet .megatron-rc Parquet., "):
-        open_dump(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["old_logprobs", "logprobs"])
 def test_a_dump_with_other_names_says_which_are_there_and_which_are_needed(name: str, tmp_path: Path):
     needed = "needed: old_logprobs, rollout_logprobs"
