@@ -45,21 +45,6 @@ def test_tokens_and_units_beyond_a_lag_are_rejected(level: Any, reduce: Any) -> 
     assert 0 < found.mask.sum() < batch.mask.sum() or reduce == "max"
 
 
-@pytest.mark.parametrize(("lag", "upper"), [(0, 1.5), (1, 1.5), (4, 1.5**2), (9, 1.5**3)])
-def test_the_log_bound_grows_with_the_square_root_of_the_lag(lag: int, upper: float) -> None:
-    correction = RolloutCorrection(Weight("token", "clip", 1 / 1.5, 1.5, growth="sqrt_lag"))
-    corrected = on_gaps(correction, 9.0, -9.0, lags=torch.full((2,), lag))
-    assert corrected.weights.tolist() == pytest.approx([upper, 1 / upper])
-
-
-@pytest.mark.parametrize("level", ["sequence", "segment"])
-def test_a_unit_is_as_old_as_its_oldest_token(level: Any) -> None:
-    correction = RolloutCorrection(Weight(level, "truncate", upper=2.5, upper_by_lag=((3, 1.25),)))
-    fresh = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 2, 1]))
-    old = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 3, 1]))
-    assert fresh.weights.tolist() == [2.5] * 3 and old.weights.tolist() == [1.25] * 3
-
-
 def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_tokens() -> None:
     batch = stale([12, 0, 7, 30, 1, 9])
     correction = RolloutCorrection.preset("icepop")
