@@ -125,17 +125,6 @@ def test_merging_leaves_the_other_side_and_shared_tensors_alone() -> None:
     assert named.values() == kept
 
 
-def test_means_are_pooled_totals_over_pooled_counts() -> None:
-    def part(total: float, count: float) -> MetricSums:
-        return MetricSums.of_means({"entropy": (torch.tensor(total), torch.tensor(count))})
-
-    assert part(6.0, 2).merge(part(0.0, 4)).values() == {"entropy": 1.0}
-    assert math.isnan(part(0.0, 0).values()["entropy"])
-    both = part(6.0, 2).merge(pair_metrics(*case([4]).arguments, sequences=False))
-    assert both.values()["entropy"] == 3.0
-    assert "k3" in both.values()
-
-
 def test_no_statistics_give_no_values_and_pass_the_check() -> None:
     assert MetricSums().values() == {}
     MetricSums().check()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, case
-from enumeration import Batch, World
 from extras import correct, on_gaps
 from torch import Tensor
 
@@ -57,18 +56,6 @@ def test_each_factor_is_reported_by_itself() -> None:
     assert values["truncated_token"] == pytest.approx((logs["mismatch"] > math.log(1.3)).double().mean().item())
     late = (logs["staleness"] > math.log(1.2)).double().mean().item()
     assert values["staleness_truncated_token"] == pytest.approx(late)
-
-
-def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_sampled() -> None:
-    world = World(3, stops=False)
-    batch = Batch.population(world)
-    middle = torch.where(batch.loss_mask, world.reference.log_softmax(1)[batch.context, batch.target], 0)
-    arguments = {"cu_seqlens": batch.cu_seqlens, "sampling_logprobs": middle}
-    token, two = (
-        correct(*batch.arguments, correction=RolloutCorrection(weight), **arguments).weights
-        for weight in (Weight(upper=math.inf), Weight(upper=math.inf, staleness_upper=math.inf))
-    )
-    torch.testing.assert_close(two, token, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 0.01])

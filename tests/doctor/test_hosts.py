@@ -148,13 +148,6 @@ def test_this_python_is_read_as_it_is() -> None:
     assert str(here.libraries["torch"]).startswith("2.") and worst(ENVIRONMENT.run(here)) == "note"
 
 
-def test_doctor_alone_shows_this_python_and_every_host() -> None:
-    status, said, _ = run("doctor")
-    assert status == 0
-    for subject in ("Python environment", *(f"host {name}" for name in HOSTS)):
-        assert f"\n{subject}: " in f"\n{said}"
-
-
 def test_errors_have_a_status_of_their_own_and_json_has_them(stub: Path) -> None:
     ended = run("doctor", "--host", HOST, "--json", "--", "--cuda-graph-impl", "full_iteration")
     errors = [f["check"] for f in json.loads(ended.stdout)[f"host {HOST}"] if f["status"] == "error"]

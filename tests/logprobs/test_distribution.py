@@ -85,9 +85,3 @@ def test_every_statistic_equals_that_of_the_whole_vocabulary_in_fp64(world: int,
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_kernels_give_the_same_statistics(world: int, kept: bool) -> None:
     check(world, kept, "triton")
-
-
-def test_statistics_that_were_not_asked_for_are_none() -> None:
-    logits, targets, options = problem(kept=True)
-    described = vocab_parallel_distribution(logits, targets, **options)
-    assert described.kept_mass is None and described.varentropy is None

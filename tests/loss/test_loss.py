@@ -98,28 +98,6 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
             assert values[name] == pytest.approx(shares.get(name, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "value", "slope"),
-    [
-        (1.0, 1.5, -1.28, 0.0),
-        (1.0, 0.5, -0.5, -0.5),
-        (1.0, 9.0, -1.28, 0.0),
-        (-1.0, 1.5, 1.5, 1.5),
-        (-1.0, 0.5, 0.8, 0.0),
-        (-1.0, 9.0, 3.0, 0.0),
-    ],
-)
-def test_clipping_is_one_sided_and_the_dual_clip_bounds_negative_advantages_only(
-    advantage: float, ratio: float, value: float, slope: float
-) -> None:
-    current = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.float64)
-    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
-    loss, _ = policy_loss(current, 0 * one, advantage * one, corrected, scale=one, options=LossOptions(dual_clip=3.0))
-    loss.backward()
-    assert (loss.item(), current.grad) == (pytest.approx(value), pytest.approx(slope * one))
-
-
 def test_kl_and_entropy_count_rejected_tokens() -> None:
     batch = random_batch([9], 3)
     scale = batch["loss_mask"].double()

@@ -53,12 +53,6 @@ def test_the_sum_of_scaled_losses_is_the_aggregation(
     assert torch.equal(in_rows, padded(scale, lengths))
 
 
-def test_rejected_tokens_stay_in_the_denominator() -> None:
-    loss_mask, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, False, False, True])
-    assert loss_scale(loss_mask, kept).tolist() == [0.25] * 4
-    assert loss_scale(loss_mask, kept, denominator="kept").tolist() == [0.5] * 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -146,12 +146,6 @@ def test_points_of_a_line_are_where_the_axes_say() -> None:
         assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
 
 
-def test_a_decade_is_as_high_as_the_next_on_a_logarithmic_axis() -> None:
-    axis = axes.log_axis(2e-5, 3e-3)
-    assert (axis.low, axis.high) == pytest.approx((1e-5, 1e-2))
-    assert [axis.share(v) for v in (1e-5, 1e-4, 1e-3, 1e-2)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-
-
 finite = st.floats(-1e9, 1e9, allow_nan=False)
 
 
