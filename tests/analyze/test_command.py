@@ -119,16 +119,14 @@ def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path), "--require", "k3<1e-9, k3<1", "--require-format", "junit")
     suite = ElementTree.fromstring(ended.stdout)
     assert (ended.status, suite.get("tests"), suite.get("failures")) == (ExitStatus.WRONG, "2", "1")
-    failed = [case.get("name") for case in suite if case.find("failure") is not None]
-    assert failed == ["k3<1e-9"]
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["k3<1e-9"]
 
 
 def test_annotations_stay_on_one_line_whatever_they_say() -> None:
     outcome = Outcome("RC2=none", False, "100 %\n::error::planted\r<a&b>\x00\x1b")
     (line,) = output.github([outcome]).splitlines()
     assert line.startswith("::error title=megatron-rc analyze::100 %25%0A::error::planted%0D")
-    suite = ElementTree.fromstring(output.junit([outcome]))
-    failure = suite.find("testcase/failure")
+    failure = ElementTree.fromstring(output.junit([outcome])).find("testcase/failure")
     assert failure is not None and "<a&b>" in str(failure.get("message"))
 
 

@@ -27,8 +27,7 @@ def size(chunk: Chunk) -> np.ndarray:
 def test_k_hat_is_the_shape_of_a_pareto_tail(shape: float) -> None:
     sums = TailSums()
     for part in range(4):
-        draws = np.random.default_rng(part).random(50_000)
-        sums.add(-shape * np.log(draws))
+        sums.add(-shape * np.log(np.random.default_rng(part).random(50_000)))
     assert sums.tail().k == pytest.approx(shape, abs=0.08)
 
 
@@ -38,8 +37,7 @@ def test_holm_corrects_the_smallest_p_most() -> None:
 
 
 def test_a_sum_that_one_term_dominates_is_undecided() -> None:
-    decided = self_normalised("z", 10.0, 100.0, 4.0)
-    assert decided.p == pytest.approx(normal_p(1.0))
+    assert self_normalised("z", 10.0, 100.0, 4.0).p == pytest.approx(normal_p(1.0))
     heavy = self_normalised("z", 10.0, 100.0, 40.0)
     assert heavy.p is None and "40%" in heavy.undecided
 
@@ -59,8 +57,7 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
 def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
     p_values = []
     for seed in range(200):
-        permutations = Permutations(loss_tokens(small_honest(seed)))
-        test = permutations.test("position", FACTORS["position"], size)
+        test = Permutations(loss_tokens(small_honest(seed))).test("position", FACTORS["position"], size)
         assert test.p is not None
         p_values.append(test.p)
     distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
@@ -127,8 +124,7 @@ def test_growth_takes_no_token_and_responses_beyond_its_longest_length(monkeypat
 
 def test_octaves_have_four_bins_per_power_of_two() -> None:
     values = np.arange(1, 5000)
-    starts = np.array([octave_start(code) for code in octave(values)])
-    assert (starts <= values).all()
+    assert (np.array([octave_start(code) for code in octave(values)]) <= values).all()
     assert (np.array([octave_start(code + 1) for code in octave(values)]) > values).all()
 
 

@@ -43,20 +43,18 @@ def responses(seed: int = 1, noise: float = 0.3, sequences: int = 60, **columns:
     tokens = int(lengths.sum())
     log_mu = -random.exponential(1, tokens)
     reward = random.integers(0, 2, sequences).astype(float)
-    per_sequence = {"reward": reward, "advantage": reward - 0.5}
     return Chunk(
         np.minimum(log_mu + noise * random.normal(size=tokens), 0),
         log_mu,
         np.concatenate([[0], np.cumsum(lengths)]),
         {"turn": np.arange(tokens) // 7},
-        per_sequence | columns,
+        {"reward": reward, "advantage": reward - 0.5} | columns,
     )
 
 
 def corrected(chunk: Chunk, method: RolloutCorrection, lags: Floats | None = None) -> tuple[Floats, np.ndarray]:
     """Weights and mask of `correct` on the padded layout, flattened again."""
-    width = int(chunk.lengths.max())
-    place = np.arange(width) < chunk.lengths[:, None]
+    place = np.arange(int(chunk.lengths.max())) < chunk.lengths[:, None]
 
     def padded(values: Floats) -> torch.Tensor:
         rows = np.zeros(place.shape)
@@ -83,8 +81,7 @@ def test_a_row_holds_what_correct_returns_on_the_same_arrays(name: str) -> None:
 
     def kept(of: np.ndarray) -> Kept:
         tokens = of[chunk.sequence_of]
-        alive = [mask[chunk.sequence_of == s].any() for s in sequences[of]]
-        return Kept(mask[tokens].mean(), np.mean(alive))
+        return Kept(mask[tokens].mean(), np.mean([mask[chunk.sequence_of == s].any() for s in sequences[of]]))
 
     everything = kept(np.ones(sequences.size, dtype=bool))
     assert (found.kept_tokens, found.kept_sequences) == (everything.tokens, everything.sequences)
@@ -154,8 +151,7 @@ def test_cosine_bias_and_ess_are_those_of_the_enumerated_policies() -> None:
 
 
 def test_equal_policies_lose_nothing_under_any_preset() -> None:
-    chunk = responses(noise=0.0)
-    for found in table_of(evidence_of(chunk)).rows:
+    for found in table_of(evidence_of(responses(noise=0.0))).rows:
         assert (found.kept_tokens, found.kept_sequences, found.ess) == (1.0, 1.0, 1.0), found.name
         assert found.bias == 0 and found.advantage_removed == 0 and found.warnings == []
         assert found.cosine == pytest.approx(1.0)
@@ -210,8 +206,7 @@ def test_methods_that_need_what_a_dump_does_not_hold_say_so() -> None:
 def test_turns_are_judged_one_by_one() -> None:
     log_mu = np.full(8, -1.0)
     log_pi = log_mu + np.array([0, 0, 0.9, 0.9, 0, 0, 0, 0])
-    turn = np.array([0, 0, 1, 1, 1, 1, 2, 2])
-    chunk = Chunk(log_pi, log_mu, np.array([0, 4, 8]), {"turn": turn})
+    chunk = Chunk(log_pi, log_mu, np.array([0, 4, 8]), {"turn": np.array([0, 0, 1, 1, 1, 1, 2, 2])})
     segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
     found = row(table_of(evidence_of(chunk), segments=segments), "segments")
     assert (found.kept_tokens, found.kept_sequences) == (0.75, 1.0), "turn 1 of the second response stays"

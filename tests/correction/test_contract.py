@@ -68,8 +68,7 @@ def test_given_segments_are_those_found_from_the_mask() -> None:
     batch = case([9, 8, 7], density=0.6)
     ids, count = [], -1
     for i in range(24):
-        begins = batch.mask[i] and (i in (0, 9, 17) or not batch.mask[i - 1])
-        count += int(begins)
+        count += int(batch.mask[i] and (i in (0, 9, 17) or not batch.mask[i - 1]))
         # rows without a loss hold rubbish
         ids.append(count if batch.mask[i] else (-7, 999)[i % 2])
     correction = RolloutCorrection(Weight("segment", "mask", 0.8, 1.3), (Rejection("k3", "segment", "max", upper=0.2),))
@@ -143,8 +142,7 @@ def test_lengths_in_place_of_cu_seqlens_are_named_on_a_cpu(lengths: list[int], n
 def test_a_sequence_beyond_the_largest_fp32_integer_is_counted_token_by_token() -> None:
     n = 2**24 + 3
     zeros, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
-    found = pair_metrics(zeros, zeros, mask, cu_seqlens=torch.tensor([0, n])).values()
-    assert found["response_length"] == n
+    assert pair_metrics(zeros, zeros, mask, cu_seqlens=torch.tensor([0, n])).values()["response_length"] == n
 
 
 @pytest.mark.parametrize("weight", [Weight("sequence", "clip", 1e-8, 1e8), Weight("prefix", upper=INF)])
@@ -191,8 +189,7 @@ def test_a_batch_without_loss_tokens_is_legal(name: str, lengths: list[int]) -> 
      Weight(upper=1.3, staleness_upper=1.2)],
 )  # fmt: skip
 def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> None:
-    lengths = [3, 0, 5, 2, 6, 4]
-    batch = case(lengths, gap=0.5)
+    batch = case([3, 0, 5, 2, 6, 4], gap=0.5)
     batch.train[batch.mask.nonzero()[0]] = NAN
     correction = RolloutCorrection(weight, (Rejection("surprise", "segment", "max", upper=1.0),))
     batch.lags = torch.arange(20) % 7
@@ -206,18 +203,16 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
     whole = metrics_of(batch).values()
     for cuts in itertools.combinations(range(7), 2):
         parts = [metrics_of(batch.part(a, b)) for a, b in itertools.pairwise((0, *cuts, 6))]
-        merged = parts[0].merge(parts[1]).merge(parts[2]).values()
-        assert merged == pytest.approx(whole, rel=1e-12, nan_ok=True)
+        assert parts[0].merge(parts[1]).merge(parts[2]).values() == pytest.approx(whole, rel=1e-12, nan_ok=True)
 
 
 def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
     gate = Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage")
     correction = RolloutCorrection(reject=(gate,))
     # means of 1, -1 and 0: only the second is negative
-    per_token = torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0])
     train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, -1.0, -1.0, -1.0, lengths=[2, 2, 1])
     mask[3] = False
-    for advantages in (per_token, torch.tensor([0.5, -0.5, 0.0])):
+    for advantages in (torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0]), torch.tensor([0.5, -0.5, 0.0])):
         found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages)
         assert found.mask.tolist() == [True, True, False, False, True]
 
@@ -228,9 +223,8 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
     options: dict[str, Any] = dict(correction=gate, cu_seqlens=cu_seqlens)
     advantages = torch.tensor([1.0, -5.0])
     of_sequences = correct(train, rollout, mask, advantages=advantages[:, None], **options)
-    of_tokens = correct(train, rollout, mask, advantages=advantages, **options)
     assert of_sequences.mask.tolist() == [True, True]
-    assert of_tokens.mask.tolist() == [True, False]
+    assert correct(train, rollout, mask, advantages=advantages, **options).mask.tolist() == [True, False]
     rows = (x.view(2, 1) for x in (train, rollout, mask))
     assert correct(*rows, correction=gate, advantages=advantages[:, None]).mask.flatten().tolist() == [True, False]
 

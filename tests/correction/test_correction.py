@@ -38,8 +38,7 @@ def check(batch: Case, correction: RolloutCorrection, tolerance: float = 1e-5) -
     assert found.bad_sequences.tolist() == book.bad
     assert found.weights.tolist() == pytest.approx(book.weights, rel=tolerance, abs=1e-12)
     assert not found.weights[~found.mask].any()
-    values = found.metrics.values()
-    assert values == pytest.approx(book.metrics, rel=tolerance, abs=1e-7, nan_ok=True)
+    assert found.metrics.values() == pytest.approx(book.metrics, rel=tolerance, abs=1e-7, nan_ok=True)
     return found
 
 
@@ -139,8 +138,7 @@ def test_a_ratio_just_outside_a_bound_is_dropped(level: Any) -> None:
 
 
 def test_batch_normalisation_of_nothing_leaves_zeros() -> None:
-    correction = RolloutCorrection(Weight("token", "mask", 0.5, 2.0), normalize="batch")
-    corrected = on_gaps(correction, 5.0, -5.0)
+    corrected = on_gaps(RolloutCorrection(Weight("token", "mask", 0.5, 2.0), normalize="batch"), 5.0, -5.0)
     assert corrected.weights.tolist() == [0, 0]
     assert not corrected.mask.any()
 
@@ -179,10 +177,9 @@ def test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt
 def test_corruption_drops_the_token_or_the_sequence(bad_train: float, bad_rollout: float) -> None:
     train, rollout, mask, cu_seqlens = gapped(0.0, 0.0, 0.0, lengths=[2, 1])
     train[0], rollout[0] = bad_train, bad_rollout
-    token_gate = Rejection("k2", "token", upper=9.0)
     for correction, kept in [
         (RolloutCorrection(), [False, True, True]),
-        (RolloutCorrection(Weight("token"), (token_gate,)), [False, True, True]),
+        (RolloutCorrection(Weight("token"), (Rejection("k2", "token", upper=9.0),)), [False, True, True]),
         (RolloutCorrection(Weight("geometric")), [False, False, True]),
         (RolloutCorrection(Weight("segment")), [False, False, True]),
         (RolloutCorrection(reject=(Rejection("k2", "segment", upper=9.0),)), [False, False, True]),

@@ -17,8 +17,7 @@ BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}
 
 def stale(lengths: list[int], seed: int = 0) -> Case:
     batch = case(lengths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    of_tokens = torch.randint(0, 24, (sum(lengths),), generator=generator) // 3
+    of_tokens = torch.randint(0, 24, (sum(lengths),), generator=torch.Generator().manual_seed(seed)) // 3
     batch.lags = torch.where(batch.mask, of_tokens, -3)
     return batch
 
@@ -40,8 +39,7 @@ def test_bounds_by_lag_are_those_of_the_definition(level: Any, mode: Any, varied
 )
 def test_tokens_and_units_beyond_a_lag_are_rejected(level: Any, reduce: Any) -> None:
     batch = stale([12, 0, 7, 30, 1, 9, *[2, 3, 4] * 6])
-    correction = RolloutCorrection(reject=(Rejection("lag", level, reduce, upper=4.0),))
-    found = check(batch, correction)
+    found = check(batch, RolloutCorrection(reject=(Rejection("lag", level, reduce, upper=4.0),)))
     assert 0 < found.mask.sum() < batch.mask.sum() or reduce == "max"
 
 

@@ -63,8 +63,7 @@ def test_weights_are_those_of_the_definition(mode: Any, growth: Any) -> None:
     batch.train[batch.mask.nonzero()[[3, 20]]] = torch.nan
     batch.train[batch.mask.nonzero()[9]] = -torch.inf
     weight = Weight("prefix", mode, None if mode == "truncate" else 0.8, 1.3, growth=growth)
-    correction = RolloutCorrection(weight, (Rejection("k3", "token", upper=0.5),), "batch")
-    check(batch, correction)
+    check(batch, RolloutCorrection(weight, (Rejection("k3", "token", upper=0.5),), "batch"))
 
 
 def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:

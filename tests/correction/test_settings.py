@@ -220,8 +220,7 @@ def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(weight.MODES, "floor", row)
     with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
         Weight(mode="floor", upper=3.0)
-    correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
-    corrected = on_gaps(correction, -1.0, 0.5)
+    corrected = on_gaps(RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None)), -1.0, 0.5)
     assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
     assert corrected.mask.all()
     assert corrected.metrics.values()["raised_token"] == 0.5

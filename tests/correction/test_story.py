@@ -18,8 +18,7 @@ def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> N
 
     cu_seqlens = torch.tensor([0, 20, n], dtype=torch.int32)
     found = correct(old, rollout, loss_mask, correction="token-tis", cu_seqlens=cu_seqlens)
-    scale = loss_scale(loss_mask, found.mask)
-    loss = policy_loss(current, old, advantages, found, scale=scale).loss
+    loss = policy_loss(current, old, advantages, found, scale=loss_scale(loss_mask, found.mask)).loss
     assert torch.equal(told["weights"], found.weights) and torch.equal(told["mask"], found.mask)
     assert 0 < (found.weights == 2).sum() < n
     torch.testing.assert_close(told["loss"], loss)

@@ -67,8 +67,7 @@ def test_what_the_patch_was_not_made_for_is_an_error(
     stub: Path, change: tuple[str, str, str], check: str, sentence: str
 ) -> None:
     file, before, after = change
-    text = (stub / file).read_text()
-    (stub / file).write_text(text.replace(before, after))
+    (stub / file).write_text((stub / file).read_text().replace(before, after))
     (finding,) = [f for name, f in found().items() if name.endswith(check)]
     assert finding.status == "error" and sentence in finding.found and finding.fix
 

@@ -80,8 +80,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> None:
     found = results(split)
     for name in ("host", "host, packed", "host, truncation", "host, truncation, packed"):
-        ours = name.replace("host, truncation", "truncation").replace("host", "none")
-        same(found[ours], found[name])
+        same(found[name.replace("host, truncation", "truncation").replace("host", "none")], found[name])
     same(found["host again"], found["host"])
     assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
 

@@ -140,8 +140,7 @@ def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.Mo
     def refuses(original: Any, context: Any) -> None:
         raise ValueError("not this one")
 
-    symbol = Symbol("tiny_host.core", "loss", SYMBOLS["loss"], refuses, "")
-    use(monkeypatch, in_parts=True, symbols=(symbol,))
+    use(monkeypatch, in_parts=True, symbols=(Symbol("tiny_host.core", "loss", SYMBOLS["loss"], refuses, ""),))
     with patch("tiny", correction=NONE):
         for _ in range(2):
             with pytest.raises(ValueError, match="not this one"):

@@ -205,8 +205,7 @@ def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone
     args = arguments(megatron_rc={"correction": settings}, **DATA_HOOK)
     slime.rollout_data(args, 3, data)
     corrected = whole.corrected(settings)
-    kept = corrected.weights[corrected.mask]
-    assert kept.mean().item() == pytest.approx(1) and not corrected.mask.all()
+    assert corrected.weights[corrected.mask].mean().item() == pytest.approx(1) and not corrected.mask.all()
     torch.testing.assert_close(torch.cat(data["advantages"]), torch.cat(before) * corrected.weights)
     assert [len(one) for one in data["advantages"]] == whole.responses
     assert all(torch.equal(one, other) for one, other in zip(data["returns"], before, strict=True))

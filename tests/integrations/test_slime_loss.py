@@ -26,8 +26,7 @@ def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -
     logits = micro_batch(whole)["logits"].double().requires_grad_()
     policy = logits[0, ROWS].log_softmax(-1)
     gap = whole.current(logits) - torch.cat(whole.values["ref_log_probs"])
-    terms = -0.5 * -(policy.exp() * policy).sum(-1) + 0.25 * gap.square() / 2
-    expected = whole.sum_of_sample_mean()(terms)
+    expected = whole.sum_of_sample_mean()(-0.5 * -(policy.exp() * policy).sum(-1) + 0.25 * gap.square() / 2)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-7)
 
@@ -42,8 +41,7 @@ def test_a_corrupt_rollout_logprob_leaves_the_gradient_finite(host: str) -> None
     sampled[0][1] = math.nan
     batch["rollout_log_probs"] = sampled
     # so that no clip cuts a gradient off
-    current = arguments(megatron_rc={"correction": {"old": "current"}}, **padded)
-    _, log, gradient = run(whole, current, **batch)
+    _, log, gradient = run(whole, arguments(megatron_rc={"correction": {"old": "current"}}, **padded), **batch)
     assert gradient.isfinite().all() and all(math.isfinite(value) for value in log.values())
     assert not gradient[0, 3].any() and gradient[0, 2].any()
     assert log["rc/nonfinite_share"] == pytest.approx(1 / 4)  # of the four loss tokens of that response
@@ -109,9 +107,8 @@ def kept(whole: Rollout, count: int) -> dict[str, list[Tensor]]:
 
 def test_under_top_p_policy_and_entropy_live_on_the_kept_ids() -> None:
     whole = rollout(25)
-    logits = micro_batch(whole)["logits"][0][ROWS].double()
     rows = torch.stack([(whole.targets + k) % VOCAB for k in range(3)], dim=1)
-    policy = logits.gather(1, rows).log_softmax(-1)
+    policy = micro_batch(whole)["logits"][0][ROWS].double().gather(1, rows).log_softmax(-1)
     old = list(policy[:, 0].float().split(whole.responses))
     _, log, _ = run(whole, arguments(rollout_top_p=0.9), log_probs=old, rollout_log_probs=old, **kept(whole, 3))
     assert log["ppo_kl"] == pytest.approx(0, abs=1e-6)

@@ -198,8 +198,7 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
 def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
     args = checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
     assert [Run(args).rollout(0, [9])[0]] == [LR]
-    resumed = Run(checked(decay={"decay_period": 2}, load=str(tmp_path)))
-    assert resumed.rollout(1, [9]) == [LR / 2]
+    assert Run(checked(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
 
 
 def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
@@ -254,8 +253,7 @@ def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_t
 
 
 def test_the_file_that_version_0_1_wrote_goes_on(tmp_path: Path) -> None:
-    run = Run(settings(decay={"decay_period": 2}, save=str(tmp_path)))
-    run.rollout(0, [9])
+    Run(settings(decay={"decay_period": 2}, save=str(tmp_path))).rollout(0, [9])
     states = json.loads((tmp_path / STATE_FILE).read_text())
     (tmp_path / STATE_FILE).unlink()
     for state in states.values():

@@ -33,8 +33,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(correction: Any = "none", **changes: Any) -> Namespace:
-    key = {"correction": correction, "routes": True}
-    return ours(Case(), **{**WHOLE, "megatron_rc": key, **changes})
+    return ours(Case(), **{**WHOLE, "megatron_rc": {"correction": correction, "routes": True}, **changes})
 
 
 def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_environment, **more: Any) -> Model:
@@ -43,9 +42,8 @@ def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_envi
 
 def shifts() -> list[Tensor]:
     """[response, L] per sample: whether the two engines chose other experts for the row that predicts the token."""
-    samples = whole()
     differs = []
-    for own, replayed, prompt in zip(chosen(OWN), chosen(REPLAYED), samples.prompts, strict=True):
+    for own, replayed, prompt in zip(chosen(OWN), chosen(REPLAYED), whole().prompts, strict=True):
         sets = [
             [{*a} != {*b} for a, b in zip(mine, theirs, strict=True)]
             for mine, theirs in zip(own.tolist(), replayed.tolist(), strict=True)

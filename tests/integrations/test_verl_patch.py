@@ -44,10 +44,7 @@ def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [
-        ("/no/such/file.yaml", "no such file"),
-        ("{lr_rule: null}", "MEGATRON_RC_CONFIG must have correction, lr_rule, head or"),
-    ],
+    [("/no/such/file.yaml", "no such file"), ("{lr_rule: null}", "MEGATRON_RC_CONFIG must have correction, lr_rule")],
 )
 def test_a_failure_of_the_plugin_is_one_sentence(text: str, sentence: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.delenv("MEGATRON_RC_CONFIG", raising=False)

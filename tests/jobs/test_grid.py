@@ -74,8 +74,7 @@ def test_a_choice_without_an_axis_is_refused() -> None:
 def test_a_grid_trains_every_cell_once_from_one_warm_up_and_loses_nothing_to_a_cell_that_fails(tmp_path: Path) -> None:
     broken = {"broken": {"task.kind": "jsonl", "task.options": {"path": str(tmp_path / "nothing"), "reward": "a:b"}}}
     data = {"job": JOB, "axes": {**AXES, "task": {"sums": {}, **broken}}, "output": str(tmp_path / "out")}
-    config = settings_file(tmp_path, data)
-    chosen = ["grid", str(config), "--only", "correction=none,icepop,precision=bf16"]
+    chosen = ["grid", str(settings_file(tmp_path, data)), "--only", "correction=none,icepop,precision=bf16"]
     first, again = run_together([chosen, chosen], tmp_path)
     for status, said in (first, again):
         assert status == 2 and "bf16-none-broken seed 1: reward 'a:b': importing 'a' failed" in said
@@ -149,13 +148,6 @@ def test_every_cell_of_the_grid_of_experts_can_start_and_of_the_one_documented_f
     documented = (ROOT / "docs/moe.md").read_text().split("## On a real model")[1]
     data = yaml.safe_load(documented.split("```yaml")[1].split("```")[0])
     assert len(grids.cells(schema.from_dict(grids.GridSettings, data))) == 3 * 2 * 2
-
-
-def test_what_one_process_works_on_no_other_takes(tmp_path: Path) -> None:
-    with grids._claimed(tmp_path) as mine, grids._claimed(tmp_path) as other:
-        assert mine and not other
-    with grids._claimed(tmp_path) as mine:
-        assert mine
 
 
 def test_the_table_holds_mean_and_half_the_range_over_seeds(tmp_path: Path) -> None:

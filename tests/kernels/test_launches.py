@@ -67,9 +67,7 @@ def test_the_update_path_with_tensor_parallelism_is_one_more_launch_and_one_coll
 
 def test_fills_and_copies_are_launches_and_allocations_are_not() -> None:
     def call() -> None:
-        x = torch.zeros(3, 4)
-        x.t().contiguous().view(-1).detach().copy_(torch.empty(12))
+        torch.zeros(3, 4).t().contiguous().view(-1).detach().copy_(torch.empty(12))
 
-    asked = count_launches(call)
-    assert asked.operations == {"zeros": 1, "clone": 1, "copy_": 1}
+    assert count_launches(call).operations == {"zeros": 1, "clone": 1, "copy_": 1}
     assert count_launches(lambda: torch.ones(3).sum().item()).waits

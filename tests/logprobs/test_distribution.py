@@ -42,8 +42,7 @@ def expected(logits: Tensor, targets: Tensor, options: dict[str, Any]) -> Distri
     entropy = (p * surprise).sum(1)
     varentropy = (p * (surprise - entropy[:, None]) ** 2).sum(1)
     kept_mass = None if support is None else (z.softmax(1) * legal).sum(1)
-    chosen = p.gather(1, targets[:, None])[:, 0].log()
-    values = (chosen, entropy, p.amax(1), kept_mass, varentropy)
+    values = (p.gather(1, targets[:, None])[:, 0].log(), entropy, p.amax(1), kept_mass, varentropy)
     return Distribution(*(None if v is None else torch.where(options["mask"], v, 0) for v in values))  # type: ignore[arg-type]
 
 

@@ -56,15 +56,8 @@ def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], Non
             logprobs.backward(torch.ones_like(logprobs))  # type: ignore[union-attr]
         else:
             known = {"upstream": 1.0} if form == "policy_loss, upstream" else {}
-            linear_policy_loss(
-                *leaves,
-                case.targets,
-                *given,
-                with_entropy=True,
-                backend="torch",
-                **known,
-                **grouped(**of_loss, **options),
-            ).loss.backward()
+            terms = {"with_entropy": True, "backend": "torch", **known, **grouped(**of_loss, **options)}
+            linear_policy_loss(*leaves, case.targets, *given, **terms).loss.backward()
 
     return run
 

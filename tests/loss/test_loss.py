@@ -62,8 +62,7 @@ def loss_by_hand(
             total += kl_coef * s * r * k - entropy_coef * s * batch["entropy"][t].item()
             slope += kl_coef * s * r * -d
         gradient.append(slope)
-    shares = {k: v / counts["kept"] for k, v in counts.items() if counts["kept"]}
-    return total, gradient, shares
+    return total, gradient, {k: v / counts["kept"] for k, v in counts.items() if counts["kept"]}
 
 
 @pytest.mark.parametrize("old_mode", ["recompute", "current", "rollout"])
@@ -108,8 +107,7 @@ def test_kl_and_entropy_count_rejected_tokens() -> None:
 
 
 def test_the_loss_does_not_depend_on_the_cut_into_micro_batches() -> None:
-    lengths = [4, 7, 1, 6]
-    batch = random_batch(lengths, 5)
+    batch = random_batch([4, 7, 1, 6], 5)
     scale = loss_scale(
         batch["loss_mask"], batch["mask"], cu_seqlens=batch["cu_seqlens"], aggregation="seq-mean-token-mean"
     )
@@ -151,14 +149,8 @@ def test_dropped_tokens_have_exactly_no_gradient_whatever_they_hold(bad: float, 
     for name in ("current", "old", "reference", "entropy", "advantages"):
         batch[name][4] = bad
     current = batch["current"].clone().requires_grad_()
-    loss, _ = policy_loss(
-        current,
-        batch["old"],
-        batch["advantages"],
-        corrected_of(batch),
-        scale=scale,
-        options=LossOptions(surrogate=surrogate),
-    )
+    given = batch["old"], batch["advantages"], corrected_of(batch)
+    loss, _ = policy_loss(current, *given, scale=scale, options=LossOptions(surrogate=surrogate))
     loss.backward()
     assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
     assert (current.grad[[1, 2, 4]] == 0).all() and (current.grad[[0, 3, 5]] != 0).any()
@@ -218,12 +210,7 @@ def test_the_gradient_of_the_kl_term_points_to_the_reference_beyond_the_log_rati
 
 @pytest.mark.parametrize(
     ("aggregation", "value"),
-    [
-        ("token-mean", 1.0),
-        ("seq-mean-token-mean", 1.0),
-        ("seq-mean-token-sum", 15.0),
-        ("seq-mean-token-sum-norm", 0.15),
-    ],
+    [("token-mean", 1), ("seq-mean-token-mean", 1), ("seq-mean-token-sum", 15), ("seq-mean-token-sum-norm", 0.15)],
 )
 def test_the_metric_loss_is_the_loss_under_every_aggregation(aggregation: Any, value: float) -> None:
     one, cu_seqlens = torch.ones(30), torch.tensor([0, 10, 30])

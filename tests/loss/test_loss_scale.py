@@ -76,10 +76,9 @@ def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor
     batch = random_batch(lengths, 5)
     cp_groups, dp_groups = [[dist.new_group(r) for r in pair] for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     data, context = divmod(rank, 2)
-    sequences = [[0, 3, 4], [1, 2, 5]][data]
     starts = batch["cu_seqlens"].tolist()
     rows, local = [], [0]
-    for i in sequences:
+    for i in [[0, 3, 4], [1, 2, 5]][data]:
         middle = starts[i] + (lengths[i] + 1) // 2
         part = range(starts[i], middle) if context == 0 else range(middle, starts[i + 1])
         rows += part

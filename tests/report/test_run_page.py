@@ -35,8 +35,7 @@ def full_run(steps: int = 40) -> list[dict[str, Any]]:
 
 def test_the_report_is_one_file_that_asks_for_nothing_else_and_explains_every_panel(tmp_path: Path) -> None:
     settings, facts = {"train": {"lr": 1e-4}}, {"device": "cpu"}
-    path = write_report(full_run(), tmp_path / "r.html", settings=settings, fingerprint=facts)
-    text = path.read_text()
+    text = write_report(full_run(), tmp_path / "r.html", settings=settings, fingerprint=facts).read_text()
     page = Page(text)
     lowered = text.lower()
     for outside in ("http:", "https:", "//", "@import", "url(", "<link", "<img", "<iframe", "import("):
@@ -186,9 +185,8 @@ def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert width > 1500 and height > 700
-    pixels = images.imread(path)[..., :3]
     # the first curve's colour, in the upper left panel and in the lower right one
-    blue = (abs(pixels - matplotlib.colors.to_rgb(LIGHT["blue"])) < 0.02).all(-1)
+    blue = (abs(images.imread(path)[..., :3] - matplotlib.colors.to_rgb(LIGHT["blue"])) < 0.02).all(-1)
     assert blue[: height // 2, : width // 3].any() and blue[height // 2 :, 2 * width // 3 :].any()
 
 

@@ -98,8 +98,7 @@ def test_mlflow_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    experiment = client.get_experiment_by_name("project")
-    (run,) = client.search_runs([experiment.experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "old/k3")] == EXPECTED
     assert (run.info.run_name, run.info.status) == ("job", "FAILED")
     assert list(run.data.metrics) == ["old/k3"]

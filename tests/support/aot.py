@@ -122,8 +122,7 @@ def specialised(launch: Launch, target: str) -> Iterator[Source]:
     yield _specialised("unaligned", launch, target)
     if target == ONE_TARGET:
         # an integer argument of 1 is a constant of the compiled kernel, with other methods than a number on the device
-        ones = _with_integers(launch, 1, lambda name: True)
-        yield _specialised("integers of 1", ones, target)
+        yield _specialised("integers of 1", _with_integers(launch, 1, lambda name: True), target)
         wide = _with_integers(launch, 2**33, lambda name: "stride" in name)
         yield _specialised("int64 strides", wide, target)
 

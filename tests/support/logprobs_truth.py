@@ -75,8 +75,7 @@ def random_support(targets: Tensor, width: int, generator: torch.Generator) -> S
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    lp = vocab_parallel_logprobs(logits, targets, **options)
-    return lp
+    return vocab_parallel_logprobs(logits, targets, **options)
 
 
 def errors_of_close_logits(*, kept: bool, backend: str) -> tuple[Tensor, Tensor]:

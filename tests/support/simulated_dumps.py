@@ -46,8 +46,7 @@ def world(seed: int, noise: float = 0.03, sequences: int = SEQUENCES) -> World:
     level[:, 0] = steps[:, 0]
     for t in range(1, LENGTH):
         level[:, t] = 0.8 * level[:, t - 1] + 0.6 * steps[:, t]
-    sharpness = np.exp(0.8 + 0.7 * level).reshape(-1, 1)
-    logits = random.normal(size=(sequences * LENGTH, VOCABULARY)) * sharpness
+    logits = random.normal(size=(sequences * LENGTH, VOCABULARY)) * np.exp(0.8 + 0.7 * level).reshape(-1, 1)
     noisy = logits + noise * random.normal(size=logits.shape)
     index = np.arange(sequences * LENGTH)
     return World(random, logits, noisy, index // LENGTH, index % LENGTH)

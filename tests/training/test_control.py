@@ -32,8 +32,7 @@ CASES = [
 
 
 def sample(number: int) -> Sample:
-    random = torch.Generator().manual_seed(number)
-    length = int(torch.randint(1, 9, (1,), generator=random))
+    length = int(torch.randint(1, 9, (1,), generator=torch.Generator().manual_seed(number)))
     values = [-1.0 - number / 100 - t / 1000 for t in range(length)]
     mask = [t % 4 != 2 for t in range(length)]
     return Sample([1, 2], list(range(length)), values, "stop", [(0, 0, length)], output_mask=mask)

@@ -80,8 +80,7 @@ def test_a_folder_of_more_files_than_a_dump_has_is_refused(monkeypatch: pytest.M
 def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
     for step in (10, 9, 100):
         write_parquet(tmp_path / f"step-{step}.parquet", [{**row, "step": step} for row in RECORDS])
-    steps = [int(chunk.sequences["step"][0]) for chunk in open_dump(tmp_path).chunks()]
-    assert steps == [9, 10, 100]
+    assert [int(chunk.sequences["step"][0]) for chunk in open_dump(tmp_path).chunks()] == [9, 10, 100]
 
 
 def test_files_of_one_dump_that_lack_a_column_are_read_without_it(tmp_path: Path):
@@ -147,8 +146,7 @@ def test_a_line_that_is_too_long_is_refused_before_it_is_in_memory(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(json_lines, "MAX_LINE", 3 << 20)
-    path = write_json_lines(tmp_path / f"x{suffix}", JSON_LINES + b" " * (64 << 20))
-    dump = open_dump(path)
+    dump = open_dump(write_json_lines(tmp_path / f"x{suffix}", JSON_LINES + b" " * (64 << 20)))
     peaks = []
     read = json_lines._bounded_lines
 

@@ -103,8 +103,7 @@ def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
     noise = np.random.default_rng(4).normal(0, 0.01, 1024)
     assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "note"
     # a server that rounds as coarsely itself
-    coarse = scores(trainer=at + noise, decode=at - noise)
-    assert PROBES["triangle"].run(coarse).status == "good"
+    assert PROBES["triangle"].run(scores(trainer=at + noise, decode=at - noise)).status == "good"
     assert PROBES["triangle"].run(scores(trainer=at + noise / 1000)).status == "good"
 
 

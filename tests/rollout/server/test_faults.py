@@ -220,8 +220,7 @@ def test_an_aborted_call_keeps_its_tokens_and_the_next_one_continues_them() -> N
         engine.generate(prompts_of(12), SamplingParams(max_new_tokens=8, temperature=0.5), n=1, seeds=range(12))
         assert {body["sampling_params"]["max_new_tokens"] for body in server.asked[begun:]} == {8}
         begun = len(server.asked)
-        second = engine.generate(prompts_of(12), PARAMS, n=1, seeds=range(12))
-        for sample in second:
+        for sample in engine.generate(prompts_of(12), PARAMS, n=1, seeds=range(12)):
             assert_whole(sample)
         budgets = {tuple(b["input_ids"][:2]): b["sampling_params"]["max_new_tokens"] for b in server.asked[begun:]}
         assert [budgets[tuple(prompt)] for prompt in prompts_of(12)] == [8 - count for count in drawn]

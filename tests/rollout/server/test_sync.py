@@ -94,8 +94,7 @@ def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_
             assert trainer.distance(seed, answer) < CLOSE
             assert answer["meta_info"]["weight_version"] == str(version)
         # of one expert alone the server's fused tensor changes
-        name = "model.layers.1.mlp.experts.gate_up_proj"
-        trainer.truths[0].model.state_dict()[name][5] += 0.5
+        trainer.truths[0].model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][5] += 0.5
         trainer.sync.probe = trainer.probe(0)
         trainer.update(0, 3)
 

@@ -115,8 +115,7 @@ def plain_loss(name: str, data: dict[str, Tensor], current: Tensor) -> tuple[flo
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * fields["ratio_clip_c"]), losses)
     gap = reference - x
     # the samples come from the policy, so the KL term has the gradient of their probability, too
-    kl = (x - x.detach()).exp() * (gap.exp() - 1 - gap)
-    loss = mean(losses) + KL * mean(kl)
+    loss = mean(losses) + KL * mean((x - x.detach()).exp() * (gap.exp() - 1 - gap))
     loss.backward()
     assert x.grad is not None
     return loss.item(), x.grad
