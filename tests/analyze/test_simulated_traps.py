@@ -66,6 +66,5 @@ def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
     pi = np.log(random.dirichlet(np.full(16, 0.5), size=1))
     mu = log_softmax(pi + 0.003 * random.normal(size=(1, 16)))
     ids = draw(random, np.repeat(mu, 6000, axis=0))
-    entropy = np.full(6000, -(np.exp(pi) * pi).sum())
-    chunk = Chunk(pi[0, ids], mu[0, ids], np.arange(601) * 10, {"entropy": entropy})
+    chunk = Chunk(pi[0, ids], mu[0, ids], np.arange(601) * 10, {"entropy": np.full(6000, -(np.exp(pi) * pi).sum())})
     assert [*levels(diagnosed(chunk))] == ["RC501"]

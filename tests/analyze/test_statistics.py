@@ -68,8 +68,7 @@ def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
 def test_sign_flip_p_values_of_honest_dumps_are_uniform(noise: float) -> None:
     """Over 200 dumps whose |l| grows with -log mu, which a permutation of the tokens would take for a dependence."""
     tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=32, noise=noise))) for seed in range(200)]
-    p_values = np.array([test.p for test in tests], dtype=float)
-    distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
+    distance = np.abs(np.sort(np.array([test.p for test in tests], dtype=float)) - (np.arange(200) + 0.5) / 200).max()
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
 

@@ -41,7 +41,7 @@ def named_files(page: str) -> list[str]:
 @pytest.mark.parametrize("page", ["changing.md", "architecture.md", "index.md"])
 def test_every_file_that_the_maps_name_exists(page: str) -> None:
     names = named_files((ROOT / "docs" / page).read_text())
-    assert names and sorted({name for name in names if not exists(name)}) == []
+    assert (names or page == "index.md") and [name for name in names if not exists(name)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

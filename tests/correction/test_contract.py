@@ -193,8 +193,7 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
     batch.train[batch.mask.nonzero()[0]] = NAN
     correction = RolloutCorrection(weight, (Rejection("surprise", "segment", "max", upper=1.0),))
     batch.lags = torch.arange(20) % 7
-    noise = torch.randn(20, generator=torch.Generator().manual_seed(5))
-    batch.statistics["sampling"] = batch.rollout + 0.3 * noise
+    batch.statistics["sampling"] = batch.rollout + 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(5))
 
     def metrics_of(part: Case) -> MetricSums:
         sampling = part.statistics["sampling"] if weight.staleness_upper else None
@@ -222,8 +221,7 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
     gate = RolloutCorrection(reject=(Rejection("ratio", "token", lower=0.5, when="negative_advantage"),))
     options: dict[str, Any] = dict(correction=gate, cu_seqlens=cu_seqlens)
     advantages = torch.tensor([1.0, -5.0])
-    of_sequences = correct(train, rollout, mask, advantages=advantages[:, None], **options)
-    assert of_sequences.mask.tolist() == [True, True]
+    assert correct(train, rollout, mask, advantages=advantages[:, None], **options).mask.tolist() == [True, True]
     assert correct(train, rollout, mask, advantages=advantages, **options).mask.tolist() == [True, False]
     rows = (x.view(2, 1) for x in (train, rollout, mask))
     assert correct(*rows, correction=gate, advantages=advantages[:, None]).mask.flatten().tolist() == [True, False]

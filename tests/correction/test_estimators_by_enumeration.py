@@ -103,8 +103,7 @@ def test_configurations_above_drop_some_but_not_all() -> None:
 def test_sequence_importance_sampling_is_unbiased_and_has_its_variance(world: World, population: Batch) -> None:
     result = population.run(SEQUENCE_IS)
     close(result.gradient, world.gradient_of_j())
-    each = population.gradient_of_each(result).flatten(1)
-    variance = each.square().sum(1).mean() - result.gradient.square().sum()
+    variance = population.gradient_of_each(result).flatten(1).square().sum(1).mean() - result.gradient.square().sum()
     f = world.reward[:, None] * world.scores().flatten(1)
     second_moment = (world.probability(world.log_pi) * world.rho() * f.square().sum(1)).sum()
     close(variance, second_moment - world.gradient_of_j().square().sum())

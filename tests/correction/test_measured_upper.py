@@ -76,8 +76,7 @@ def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> N
     whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
     for first, last in ((0, 1), (1, 4), (4, 6)):
         part = batch.part(first, last)
-        found = correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options)
-        sums.merge(found.metrics)
+        sums.merge(correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options).metrics)
     assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
 
 

@@ -37,8 +37,7 @@ def test_94_to_96_percent_of_honest_sequences_are_kept_at_every_length_and_gap(l
     measured = gated(gaussian(length, k3)).mean_k3
     assert measured is not None and measured.item() == pytest.approx(k3, rel=0.02)
     # a sequence of two tokens represents one of T: of K T / 2 each
-    pairs = torch.stack([sums / 2, sums / 2], 1)
-    kept = 1 - gated(pairs, mean_k3=measured * length / 2).metrics.values()[REJECTED]
+    kept = 1 - gated(torch.stack([sums / 2, sums / 2], 1), mean_k3=measured * length / 2).metrics.values()[REJECTED]
     assert 0.93 <= kept <= 0.97
     assert kept == pytest.approx(0.9545, abs=0.015)
 

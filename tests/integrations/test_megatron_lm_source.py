@@ -134,8 +134,7 @@ def test_no_patched_case_gathers_the_vocabulary() -> None:
 
 
 def test_a_bf16_model_has_fp32_logprobs_and_trains() -> None:
-    cases = {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}}
-    found = launch(1, [str(JOB)], ["--bf16"], cases)
+    found = launch(1, [str(JOB)], ["--bf16"], {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}})
     for step in (found["any"]["steps"][0], found["any, packed"]["steps"][0]):
         # the policy before the update against itself, in the same precision
         assert step["log"]["rl/pi_over_pi_old"] == pytest.approx(1.0, abs=1e-6)

@@ -161,8 +161,7 @@ def test_reducer_divides_by_all_loss_tokens_of_a_response(monkeypatch: pytest.Mo
         ("seq-mean-token-sum-norm", False, 43.0 / 16),
         ("token-mean", True, 43.0),
     ):
-        args = arguments(megatron_rc={"aggregation": aggregation}, calculate_per_token_loss=per_token)
-        alone(monkeypatch, args)
+        alone(monkeypatch, arguments(megatron_rc={"aggregation": aggregation}, calculate_per_token_loss=per_token))
         value = slime.pg_loss_reducer(*shapes, per_token)(losses.requires_grad_())
         assert value.item() == pytest.approx(expected)
         assert torch.autograd.grad(value, losses)[0][-1] == 0

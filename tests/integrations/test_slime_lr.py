@@ -196,8 +196,7 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
 
 
 def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
-    args = checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
-    assert [Run(args).rollout(0, [9])[0]] == [LR]
+    assert [Run(checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)).rollout(0, [9])[0]] == [LR]
     assert Run(checked(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
 
 

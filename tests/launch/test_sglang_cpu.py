@@ -93,8 +93,7 @@ def test_ctrl_c_ends_every_process_of_a_real_server(tmp_path: Path) -> None:
         stdout=subprocess.PIPE, text=True,
     ) as script:  # fmt: skip
         assert script.stdout
-        said = next(line for line in script.stdout if "serving at" in line)
-        group = int(said.split("process ")[1].split(",")[0])
+        group = int(next(line for line in script.stdout if "serving at" in line).split("process ")[1].split(",")[0])
         assert len(members(group)) >= 3
         script.send_signal(signal.SIGINT)
         assert script.wait(600) == 130

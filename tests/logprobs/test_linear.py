@@ -54,8 +54,7 @@ def test_rows_without_loss_are_left_out_exactly(
     true = exact(case, factor=0.7, **options)
     # what the head does not read may hold anything
     spoiled = case._replace(hidden=torch.where(mask[:, None], case.hidden, torch.nan))
-    rows = mask.nonzero()[:, 0]
-    found = by_head(spoiled, fused=fused, factor=0.7, chunk=3, rows=rows, backend=backend, **options)
+    found = by_head(spoiled, fused=fused, factor=0.7, chunk=3, rows=mask.nonzero()[:, 0], backend=backend, **options)
     assert max(map(distance, found, true)) <= (1e-12 if backend == "torch" else 5e-6)
     assert not found.by_hidden[~mask].any()
 

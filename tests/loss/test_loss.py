@@ -174,8 +174,7 @@ def test_a_kept_token_that_the_trainer_holds_impossible_adds_nothing(surrogate: 
 def test_a_nan_of_the_trainer_in_a_kept_token_is_not_hidden() -> None:
     one = torch.ones(2)
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
-    current = torch.tensor([NAN, -1.0], requires_grad=True)
-    assert policy_loss(current, -one, one, corrected, scale=one).loss.isnan()
+    assert policy_loss(torch.tensor([NAN, -1.0], requires_grad=True), -one, one, corrected, scale=one).loss.isnan()
 
 
 def test_far_ratios_are_bounded_before_exp() -> None:

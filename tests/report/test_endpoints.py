@@ -64,8 +64,7 @@ def test_what_is_not_finite_is_a_collapse_at_its_step() -> None:
         assert outcome_of([*records[:5], records[5] | no_gradient, *records[6:]], RULES).collapsed_at is None
     records[5]["updates"] = 0.0
     records[6]["eval/accuracy"] = None
-    warmup = {"phase": "warmup", "step": 3, "eval/accuracy": None}
-    assert outcome_of([warmup, *records], RULES).collapsed_at == 6
+    assert outcome_of([{"phase": "warmup", "step": 3, "eval/accuracy": None}, *records], RULES).collapsed_at == 6
 
 
 def test_a_fall_that_the_run_ends_in_is_neither_collapse_nor_relapse() -> None:

@@ -72,8 +72,7 @@ def test_the_report_of_a_folder_finds_what_the_job_left_there(tmp_path: Path) ->
     save_settings(tmp_path, {"name": "my job", "train": {"lr": 0.125}})
     save_fingerprint(tmp_path, {"torch": "9.9"})
     assert write_report(tmp_path) == tmp_path / "report.html"
-    page = Page((tmp_path / "report.html").read_text())
-    assert {"my job", "train.lr", "0.125", "torch", "9.9"} <= set(page.texts)
+    assert {"my job", "train.lr", "0.125", "torch", "9.9"} <= set(Page((tmp_path / "report.html").read_text()).texts)
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -231,8 +231,7 @@ def test_sampled_frequencies_match_the_distribution_of_token_pairs(pair: Any) ->
 
 def test_a_draw_never_lands_on_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf, -math.inf]]).expand(5, -1)
-    uniforms = torch.tensor([0.0, 0.2689, 0.2690, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    drawn = draw(logits, SamplingParams(), uniforms)
+    drawn = draw(logits, SamplingParams(), torch.tensor([0.0, 0.2689, 0.2690, 0.5, 1 - 2.0**-53], dtype=torch.float64))
     # the first of the two has probability 1 / (1 + e) = 0.26894
     assert drawn.ids.tolist() == [1, 1, 3, 3, 3]
     assert torch.allclose(drawn.logprobs.exp(), torch.tensor([0.26894, 0.26894, 0.73106, 0.73106, 0.73106]), atol=1e-5)

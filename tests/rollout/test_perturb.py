@@ -15,8 +15,7 @@ LINEAR = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.
 
 
 def example_weight(out: int = 24, width: int = 40) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(out, width, generator=generator) * torch.logspace(-3, 2, out)[:, None]
+    return torch.randn(out, width, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 2, out)[:, None]
 
 
 def example_stream() -> list[tuple[str, Tensor]]:

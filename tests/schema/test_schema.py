@@ -130,8 +130,7 @@ def test_a_base_that_is_missing_or_leads_back_is_one_sentence(tmp_path: Path) ->
 
 
 def test_one_long_line_is_yaml_text_and_not_the_name_of_a_file():
-    text = "{task: {options: {path: " + "x" * 400 + "}}}"
-    assert schema.load_yaml(text)["task"]["options"]["path"] == "x" * 400
+    assert schema.load_yaml("{task: {options: {path: " + "x" * 400 + "}}}")["task"]["options"]["path"] == "x" * 400
 
 
 def test_set_reads_the_value_as_yaml_and_makes_missing_sections():

@@ -123,8 +123,7 @@ def specialised(launch: Launch, target: str) -> Iterator[Source]:
     if target == ONE_TARGET:
         # an integer argument of 1 is a constant of the compiled kernel, with other methods than a number on the device
         yield _specialised("integers of 1", _with_integers(launch, 1, lambda name: True), target)
-        wide = _with_integers(launch, 2**33, lambda name: "stride" in name)
-        yield _specialised("int64 strides", wide, target)
+        yield _specialised("int64 strides", _with_integers(launch, 2**33, lambda name: "stride" in name), target)
 
 
 def _specialised(variant: str, launch: Launch, target: str) -> Source:

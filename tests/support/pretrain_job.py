@@ -55,8 +55,7 @@ def forward_step(data_iterator, model):
     tokens, gap, lengths = next(data_iterator)
     positions = torch.arange(ROWS)[None].expand(2, -1)
     output = model(tokens[:, :-1], positions, torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1))
-    mask = torch.arange(ROWS) < lengths[:, None]
-    return output, functools.partial(policy_gradient, tokens[:, 1:], gap, mask)
+    return output, functools.partial(policy_gradient, tokens[:, 1:], gap, torch.arange(ROWS) < lengths[:, None])
 
 
 def datasets(sizes, vp_stage=None):

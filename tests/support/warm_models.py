@@ -25,8 +25,7 @@ def warm_model(kind: str, factory: pytest.TempPathFactory) -> Path:
         if not (output / "hf/config.json").exists():
             warmup = {"steps": 100, "lr": 5e-3, "batch_size": 64}
             settings = {"model": {"config": MODELS[kind]}, "task": TASK, "warmup": warmup, "train": {"steps": 0}}
-            config = settings_file(folder / f"warm-{kind}-settings", settings)
-            finished_job(config, "--set", f"output={output}")
+            finished_job(settings_file(folder / f"warm-{kind}-settings", settings), "--set", f"output={output}")
     return output / "hf"
 
 

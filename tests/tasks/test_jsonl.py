@@ -68,8 +68,7 @@ def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: str, rewards: str) -> Any:
     def build(rows: list[Any] | None = None, **options: Any) -> Task:
-        written = write_jsonl(tmp_path / "train.jsonl", numbered(20) if rows is None else rows)
-        path = options.pop("path", written)
+        path = options.pop("path", write_jsonl(tmp_path / "train.jsonl", numbered(20) if rows is None else rows))
         return build_task("jsonl", {"path": path, "reward": rewards, **options}, tokenizer=tokenizer)
 
     return build

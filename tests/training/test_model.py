@@ -67,8 +67,7 @@ def _dense_mask_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, len
     visible = (sequence[:, None] == sequence) & (row[:, None] >= row)
     k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v).flatten(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

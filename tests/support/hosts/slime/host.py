@@ -146,8 +146,7 @@ def positions(length: int, cp_rank: int, cp_size: int) -> list[int]:
         return list(range(length))
     chunk = -(-length // (2 * cp_size))
     mine = {cp_rank: 0, 2 * cp_size - 1 - cp_rank: 1}
-    held = [p for p in range(2 * cp_size * chunk) if p // chunk in mine]
-    return sorted(held, key=lambda p: (mine[p // chunk], p))
+    return sorted([p for p in range(2 * cp_size * chunk) if p // chunk in mine], key=lambda p: (mine[p // chunk], p))
 
 
 def held(prompt: int, total: int, length: int, cp_rank: int, cp_size: int) -> list[int]:
