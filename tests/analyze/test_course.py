@@ -141,17 +141,15 @@ def test_small_p_values_of_changes_are_as_rare_as_they_say() -> None:
 
 
 def test_planted_jumps_are_placed_exactly() -> None:
-    random = np.random.default_rng(1)
     levels = np.repeat([0.0, 2.0, 0.5], [30, 25, 40])
-    found = find_changes(levels + 0.1 * random.normal(size=levels.size), 1e-3)
+    found = find_changes(levels + 0.1 * np.random.default_rng(1).normal(size=levels.size), 1e-3)
     assert [jump.step for jump in found.jumps] == [30, 55]
     assert found.jumps[0].after == pytest.approx(2.0, abs=0.2)
     assert found.drift is None
 
 
 def test_a_steady_drift_is_no_jump() -> None:
-    random = np.random.default_rng(1)
-    found = find_changes(0.05 * np.arange(60) + 0.2 * random.normal(size=60), 0.01)
+    found = find_changes(0.05 * np.arange(60) + 0.2 * np.random.default_rng(1).normal(size=60), 0.01)
     assert not found.jumps
     assert found.drift == pytest.approx(0.05, rel=0.1)
 
@@ -198,14 +196,12 @@ def test_short_or_constant_series_are_not_compared() -> None:
 
 
 def test_a_series_that_is_predicted_exactly_has_no_relation() -> None:
-    wanders = wandering(np.random.default_rng(0), 60, 0.5)
-    found = lead_lag("reward", wanders, np.arange(60) % 2.0)
+    found = lead_lag("reward", wandering(np.random.default_rng(0), 60, 0.5), np.arange(60) % 2.0)
     assert found is not None and found.p == 1
 
 
 def test_the_terminal_line_names_growth_cause_and_jump_which_the_picture_marks() -> None:
-    chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
-    found = diagnosed(*chunks)
+    found = diagnosed(*[step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)])
     assert found.timeline is not None
     assert [jump.step for jump in found.timeline.jumps] == [18]
     line = report_text.course(found.decomposition, found.timeline)
@@ -227,8 +223,7 @@ def test_p_values_of_the_course_are_corrected_with_those_of_the_report() -> None
 
 
 def test_a_surge_of_the_length_is_named_by_its_step_and_marked() -> None:
-    chunks = [step_chunk(s, 7, length=20 if s < 140 else 80, sequences=10) for s in range(100, 150)]
-    found = diagnosed(*chunks)
+    found = diagnosed(*[step_chunk(s, 7, length=20 if s < 140 else 80, sequences=10) for s in range(100, 150)])
     course = found.timeline
     assert course is not None and course.surge.step is not None
     assert 140 <= course.surge.step <= 144 and not course.surge.in_warmup

@@ -72,8 +72,7 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
 
 
 def test_the_conditions_of_the_page_can_be_read() -> None:
-    chunk = TRAPS["honest"][1](world(1))
-    diagnosis = diagnosed(chunk)
+    diagnosis = diagnosed(TRAPS["honest"][1](world(1)))
     examples = re.findall(r"--require '(.+?)'", TEXT)
     assert examples
     for example in examples:

@@ -28,10 +28,8 @@ def test_a_bug_in_a_model_that_is_surer_than_those_a_rule_was_tried_on_is_only_s
 
 def test_logs_of_four_decimals_are_no_temperature() -> None:
     """Log-probs between -5e-5 and 0 become 0, so l follows from the logged log-prob, by less than a nat in 10,000."""
-    random = np.random.default_rng(0)
-    log_pi = -np.exp(random.uniform(np.log(1e-5), np.log(1e-3), 96 * 160))
-    chunk = Chunk(log_pi, np.round(log_pi, 4), np.arange(97) * 160)
-    diagnosis = diagnosed(chunk)
+    log_pi = -np.exp(np.random.default_rng(0).uniform(np.log(1e-5), np.log(1e-3), 96 * 160))
+    diagnosis = diagnosed(Chunk(log_pi, np.round(log_pi, 4), np.arange(97) * 160))
     assert diagnosis.evidence.profiles["log_mu"].explained_sign > 0.1
     assert diagnosis.evidence.significant(diagnosis.evidence.sign_test)
     assert levels(diagnosis) == {"RC501": Level.NUMERICS}

@@ -126,8 +126,7 @@ def test_a_dump_without_the_columns_is_not_checked_and_the_report_names_them() -
     diagnosis = diagnosed(honest(world(1, sequences=16)))
     assert diagnosis.evidence.outcome_filter.not_run == "the columns group, reward are missing"
     assert "the columns group, reward are missing" in page(diagnosis)
-    sums = OutcomeSums()
-    assert sums.outcome_filter(frozenset({"step", "group"})).not_run == "the column reward is missing"
+    assert OutcomeSums().outcome_filter(frozenset({"step", "group"})).not_run == "the column reward is missing"
 
 
 def with_columns(chunk: Chunk, **columns: Any) -> Diagnosis:

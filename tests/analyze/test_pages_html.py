@@ -90,8 +90,7 @@ def test_panels_without_their_columns_are_left_out() -> None:
     text = html.page(diagnosed(small()))
     assert "k3 by server and step" not in text and "k3 over steps" not in text
     assert "Without the column entropy" not in text
-    bare = replace(small(), tokens={}, sequences={})
-    text = html.page(diagnosed(bare))
+    text = html.page(diagnosed(replace(small(), tokens={}, sequences={})))
     sentence = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
     assert sentence in text.partition("<article")[0]
     assert ">ids<" not in text and "needs" not in Page(text).named("svg")

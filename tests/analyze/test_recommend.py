@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, renormalised_top_p, world, write_dump
+from simulated_dumps import diagnosed, renormalised_top_p, world, write_dump
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose
@@ -73,8 +73,7 @@ def test_weights_of_sequences_with_a_heavy_tail_are_not_recommended() -> None:
 
 def test_the_agreement_is_low_at_the_border_between_two_levels() -> None:
     # KL of a response 0.5 nats: 100 tokens of 0.005
-    border = within(noise(0.1, sequences=40))
-    assert 0.1 < border.agreement < 0.95
+    assert 0.1 < within(noise(0.1, sequences=40)).agreement < 0.95
     assert within(noise(0.05)).agreement == within(noise(0.4)).agreement == 1.0
 
 
@@ -113,16 +112,9 @@ def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
 
 
 def test_a_suspect_is_decided_first() -> None:
-    diagnosis = noise(0.05)
-    suspect = Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})
-    found = recommend(diagnosis.evidence, [suspect], WIDE)
+    found = recommend(noise(0.05).evidence, [Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})], WIDE)
     assert found.correction is not None and found.suspects == ("RC205",)
     assert found.headline.startswith("Recommended once RC205 is decided: seq-tis")
-
-
-@pytest.mark.parametrize("name", ["honest", "policy lag", "expert flips"])
-def test_dumps_without_a_bug_get_a_correction(name: str) -> None:
-    assert diagnosed(TRAPS[name][1](world(2, sequences=64))).recommendation.correction is not None
 
 
 def test_the_error_of_a_bound_is_squared_bias_plus_variance() -> None:
@@ -159,8 +151,7 @@ def test_without_advantages_the_error_is_that_of_random_signs() -> None:
 
 
 def test_more_tokens_per_step_loosen_the_bound_and_a_flat_error_keeps_the_customary_one() -> None:
-    random = np.random.default_rng(1)
-    log_ratio = 1.2 * random.normal(size=20_000)
+    log_ratio = 1.2 * np.random.default_rng(1).normal(size=20_000)
     chunk = Chunk(log_ratio - 9, np.full(20_000, -9.0), np.arange(201) * 100)
     uppers = [token_terms(chunk, n).bound(np.ones(200)).upper for n in (10, 1_000, 1_000_000)]
     assert uppers == sorted(uppers) and uppers[0] < uppers[-1]
@@ -170,8 +161,7 @@ def test_more_tokens_per_step_loosen_the_bound_and_a_flat_error_keeps_the_custom
 
 def test_an_advantage_that_is_not_finite_counts_as_0() -> None:
     values = np.array([math.nan, 1.0, math.inf])
-    chunk = Chunk(np.zeros(3), np.zeros(3), np.arange(4), {}, {"advantage": values})
-    found = advantages(chunk)
+    found = advantages(Chunk(np.zeros(3), np.zeros(3), np.arange(4), {}, {"advantage": values}))
     assert found is not None and found.tolist() == [0, 1, 0]
 
 

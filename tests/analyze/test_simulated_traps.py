@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, honest, levels, log_softmax, padded_vocabulary, world
+from simulated_dumps import TRAPS, diagnosed, draw, honest, levels, log_softmax, padded_vocabulary, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.rules import rc203
@@ -63,12 +63,8 @@ def test_the_order_of_pieces_does_not_change_what_is_measured() -> None:
 def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
     """16 ids whose log-probs are off by the same few 1e-3 nats at every occurrence: significant, and harmless."""
     random = np.random.default_rng(1)
-    weights = random.dirichlet(np.full(16, 0.5), size=1)
-    context = random.integers(0, 1, 6000)
-    off = 0.003 * random.normal(size=(1, 16))
-    pi = np.log(weights)
-    mu = log_softmax(pi + off)
-    ids = np.argmax(mu[context] + random.gumbel(size=(6000, 16)), axis=1)
-    entropy = -(np.exp(pi) * pi).sum(axis=1)[context]
-    chunk = Chunk(pi[context, ids], mu[context, ids], np.arange(601) * 10, {"entropy": entropy})
+    pi = np.log(random.dirichlet(np.full(16, 0.5), size=1))
+    mu = log_softmax(pi + 0.003 * random.normal(size=(1, 16)))
+    ids = draw(random, np.repeat(mu, 6000, axis=0))
+    chunk = Chunk(pi[0, ids], mu[0, ids], np.arange(601) * 10, {"entropy": np.full(6000, -(np.exp(pi) * pi).sum())})
     assert [*levels(diagnosed(chunk))] == ["RC501"]

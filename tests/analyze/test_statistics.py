@@ -27,8 +27,7 @@ def size(chunk: Chunk) -> np.ndarray:
 def test_k_hat_is_the_shape_of_a_pareto_tail(shape: float) -> None:
     sums = TailSums()
     for part in range(4):
-        draws = np.random.default_rng(part).random(50_000)
-        sums.add(-shape * np.log(draws))
+        sums.add(-shape * np.log(np.random.default_rng(part).random(50_000)))
     assert sums.tail().k == pytest.approx(shape, abs=0.08)
 
 
@@ -38,8 +37,7 @@ def test_holm_corrects_the_smallest_p_most() -> None:
 
 
 def test_a_sum_that_one_term_dominates_is_undecided() -> None:
-    decided = self_normalised("z", 10.0, 100.0, 4.0)
-    assert decided.p == pytest.approx(normal_p(1.0))
+    assert self_normalised("z", 10.0, 100.0, 4.0).p == pytest.approx(normal_p(1.0))
     heavy = self_normalised("z", 10.0, 100.0, 40.0)
     assert heavy.p is None and "40%" in heavy.undecided
 
@@ -59,8 +57,7 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
 def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
     p_values = []
     for seed in range(200):
-        permutations = Permutations(loss_tokens(small_honest(seed)))
-        test = permutations.test("position", FACTORS["position"], size)
+        test = Permutations(loss_tokens(small_honest(seed))).test("position", FACTORS["position"], size)
         assert test.p is not None
         p_values.append(test.p)
     distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
@@ -71,8 +68,7 @@ def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
 def test_sign_flip_p_values_of_honest_dumps_are_uniform(noise: float) -> None:
     """Over 200 dumps whose |l| grows with -log mu, which a permutation of the tokens would take for a dependence."""
     tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=32, noise=noise))) for seed in range(200)]
-    p_values = np.array([test.p for test in tests], dtype=float)
-    distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
+    distance = np.abs(np.sort(np.array([test.p for test in tests], dtype=float)) - (np.arange(200) + 0.5) / 200).max()
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
 
@@ -100,10 +96,8 @@ def test_every_sequence_has_the_same_chance_of_the_reservoir() -> None:
     for seed in range(300):
         reservoir = Reservoir(max_tokens=200, seed=seed)
         for start in range(0, 60, 20):
-            names = np.arange(start, start + 20)
-            lengths = np.full(20, 10)
-            values = np.zeros(200)
-            reservoir.add(Chunk(values, values, np.concatenate([[0], np.cumsum(lengths)]), {}, {"step": names}))
+            values, names = np.zeros(200), np.arange(start, start + 20)
+            reservoir.add(Chunk(values, values, np.arange(21) * 10, {}, {"step": names}))
         sample = reservoir.sample()
         assert sample.log_pi.size <= 200
         kept[sample.sequences["step"]] += 1
@@ -129,8 +123,7 @@ def test_growth_takes_no_token_and_responses_beyond_its_longest_length(monkeypat
 
 def test_octaves_have_four_bins_per_power_of_two() -> None:
     values = np.arange(1, 5000)
-    starts = np.array([octave_start(code) for code in octave(values)])
-    assert (starts <= values).all()
+    assert (np.array([octave_start(code) for code in octave(values)]) <= values).all()
     assert (np.array([octave_start(code + 1) for code in octave(values)]) > values).all()
 
 
@@ -161,9 +154,7 @@ def test_the_tail_of_two_billion_weights_is_fitted_in_little_memory() -> None:
 
 
 def test_a_dump_of_damaged_responses_alone_says_what_is_wrong_with_them() -> None:
-    said = (
-        "no loss token left without the damaged responses: 1 with NaN log-probs, 2 with log-probs above 0 .are they p"
-    )
+    said = "no loss token left without the damaged responses: 1 with NaN log-probs, 2 with log-probs above 0 .are they"
     with pytest.raises(ValueError, match=said):
         diagnose(np.array([0.5, -1, math.nan, 0.5]), np.full(4, -1.0), np.array([0, 2, 4]))
 

@@ -106,8 +106,7 @@ def test_a_muted_sequence_has_no_loss_token_and_no_segment():
 
 
 def test_support_select_follows_the_rows():
-    support = Support(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 2, 5]))
-    chosen = support.select(torch.tensor([2, 0]))
+    chosen = Support(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 2, 5])).select(torch.tensor([2, 0]))
     assert chosen.ids.tolist() == [3, 4, 5, 1, 2] and chosen.offsets.tolist() == [0, 3, 5]
 
 

@@ -34,8 +34,7 @@ def bare_constants(source: str) -> Iterator[str]:
 
 def test_every_number_with_a_name_says_why() -> None:
     files = [file for folder in ("megatron_rc", "triton_kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
-    found = [f"{file.relative_to(ROOT)}: {name}" for file in files for name in bare_constants(file.read_text())]
-    assert found == []
+    assert [f"{file.relative_to(ROOT)}: {name}" for file in files for name in bare_constants(file.read_text())] == []
 
 
 def test_a_bare_number_is_seen_and_a_reason_in_any_of_the_three_places_is_too() -> None:

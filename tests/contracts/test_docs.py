@@ -41,14 +41,7 @@ def named_files(page: str) -> list[str]:
 @pytest.mark.parametrize("page", ["changing.md", "architecture.md", "index.md"])
 def test_every_file_that_the_maps_name_exists(page: str) -> None:
     names = named_files((ROOT / "docs" / page).read_text())
-    assert sorted({name for name in names if not exists(name)}) == []
-
-
-def test_a_file_that_does_not_exist_would_be_noticed() -> None:
-    assert named_files("a `batch.py`, `reference/sums.py`, `rc/` and `METRICS`") == [
-        "batch.py", "reference/sums.py", "rc/",
-    ]  # fmt: skip
-    assert exists("batch.py") and exists("docs/index.md") and not exists("no_such_file.py")
+    assert (names or page == "index.md") and [name for name in names if not exists(name)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -85,10 +78,3 @@ def test_rates_say_per_and_docstrings_start_with_their_noun() -> None:
 )
 def test_the_two_habits_are_recognised(line: str) -> None:
     assert RATE_WITHOUT_PER.search(line) or STARTS_WITH_OF.search(line)
-
-
-@pytest.mark.parametrize(
-    "line", ["the host sees a rollout", "it has a token", "four numbers per token", "this is a step"]
-)
-def test_a_sentence_with_a_verb_is_left_alone(line: str) -> None:
-    assert not RATE_WITHOUT_PER.search(line)

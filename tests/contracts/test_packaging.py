@@ -89,13 +89,11 @@ def test_every_launch_script_sets_the_environment_of_its_children() -> None:
     for script in scripts:
         text = script.read_text()
         assert "set -euo pipefail" in text, script.name
-        sets = r"^\s*(prepare|child_environment|export PYTHONSAFEPATH=1)\b"
-        assert re.search(sets, text, re.MULTILINE), script.name
+        assert re.search(r"^\s*(prepare|child_environment|export PYTHONSAFEPATH=1)\b", text, re.MULTILINE), script.name
 
 
 def test_no_requirement_brings_apex_or_another_triton_kernels(metadata: Message) -> None:
-    names = {canonicalize_name(r.name) for r in requirements(metadata)}
-    assert not names & {"apex", "nvidia-apex", "triton-kernels"}
+    assert not {canonicalize_name(r.name) for r in requirements(metadata)} & {"apex", "nvidia-apex", "triton-kernels"}
     assert not any(r.specifier for r in requirements(metadata) if r.name == "torch")
 
 
@@ -127,8 +125,7 @@ def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Mess
 def test_no_conftest_or_package_file_shadows_megatron() -> None:
     assert not (ROOT / "conftest.py").exists()
     # the stub hosts are megatron in processes of their own
-    found = [p for p in (ROOT / "tests").rglob("__init__.py") if (ROOT / "tests/support/hosts") not in p.parents]
-    assert found == []
+    assert [p for p in (ROOT / "tests").rglob("__init__.py") if (ROOT / "tests/support/hosts") not in p.parents] == []
     assert not {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()} & {"megatron", "sglang", "triton_kernels"}
 
 

@@ -88,12 +88,3 @@ def test_help_tells_the_fields_of_the_result_and_names_no_table_that_is_not_publ
     assert list(inspect.get_annotations(megatron_rc.PolicyLoss)) == ["loss", "metrics"]
     texts = (str(found.__doc__) for found in (preset, *(getattr(megatron_rc, name) for name in megatron_rc.__all__)))
     assert re.findall(r"(?<!`)`[A-Z_]{3,}`", "".join(texts)) == []
-
-
-def test_metric_sums_merge_reduce_check_and_report() -> None:
-    sums = megatron_rc.MetricSums
-    assert parameters(sums.check)[1][::2] == ("max_nonfinite_share", 0.01)
-    assert parameters(sums.check)[2][::2] == ("max_k3", None)
-    assert list(inspect.signature(sums.all_reduce).parameters)[:2] == ["self", "group"]
-    assert list(inspect.signature(sums.values).parameters) == ["self"]
-    assert callable(sums.merge)

@@ -81,11 +81,6 @@ def run(python: Path, *arguments: str, command: str = COMMAND) -> tuple[int, str
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_light_core_holds_no_torch(light: Path) -> None:
-    status, _, said = run(light, command="import torch")
-    assert status == 1 and "No module named 'torch'" in said
-
-
 @pytest.mark.parametrize(
     "arguments",
     [("doctor",), ("doctor", "--host", "slime"), ("settings",), ("presets",), ("demo",), ("explain", "RC303")],

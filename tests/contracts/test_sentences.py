@@ -26,8 +26,7 @@ def long_sentences(source: str) -> Iterator[str]:
 
 def test_no_sentence_of_a_docstring_has_more_than_40_words() -> None:
     files = [file for folder in ("megatron_rc", "triton_kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
-    found = [(str(file), long) for file in files for long in long_sentences(file.read_text())]
-    assert found == []
+    assert [(str(file), long) for file in files for long in long_sentences(file.read_text())] == []
 
 
 def test_a_long_sentence_is_seen_wherever_it_is_and_ends_where_a_reader_pauses() -> None:

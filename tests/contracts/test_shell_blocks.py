@@ -19,15 +19,6 @@ def test_every_block_says_whether_it_is_run_and_if_not_why() -> None:
     assert [block.place for block in RUN if len(block.commands) != len(block.prints)] == []
 
 
-def test_a_block_without_a_tag_or_a_reason_and_a_wrong_answer_would_be_noticed() -> None:
-    text = "```bash\nmake a\n```\n\n```\nmake b  # c\n```\n\n```sh not run: \nmake c\n```\n\n```yaml\nmake: d\n```\n"
-    assert [b.place for b in shell_blocks(text, "x.md") if not TAG.fullmatch(b.tag)] == ["x.md:1", "x.md:5", "x.md:9"]
-    (block,) = shell_blocks("```bash run\na \\\n  b  # c\n# d\n```\n<!-- prints\n1 ... 2\n-->\n", "")
-    assert [*map(bare, block.commands)] == ["a b"] and block.prints == ("1 ... 2",)
-    assert not lacks(0, "say 1 and 2", "1 ... 2") and not lacks(3, "no", "status 3: no") and not lacks(0, "", "nothing")
-    assert lacks(0, "2 and 1", "1 ... 2") and lacks(1, "1 2", "1 ... 2") and lacks(0, "1", "nothing")
-
-
 def test_the_blocks_run_from_one_shell_and_each_command_answers_as_no_other_does(tmp_path: Path) -> None:
     if not Path(sys.prefix, "bin/activate").exists():
         pytest.skip("the blocks activate a virtual environment, and this Python is in none")

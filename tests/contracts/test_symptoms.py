@@ -19,5 +19,4 @@ def test_every_symptom_has_a_page_and_a_command_whose_options_and_settings_exist
     ours = [words[words.index("megatron-rc") + 1 :] for words in commands if "megatron-rc" in words]
     assert len(ours) >= 20
     for verb, *words in ours:
-        given = verbs[verb].make_context(verb, list(words)).params
-        job.load("name: run", given.get("assignments") or [])
+        job.load("name: run", verbs[verb].make_context(verb, list(words)).params.get("assignments") or [])

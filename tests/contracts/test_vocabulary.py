@@ -109,10 +109,3 @@ def test_a_word_is_in_no_name_that_means_something_else(word: str) -> None:
     assert misplaced(word, entry, SOURCES) == {*entry.exceptions}
     for place in entry.places:
         assert any(path.startswith(place) for path in SOURCES), place
-
-
-def test_a_planted_name_is_found() -> None:
-    word = Word("a rejection", ("correction/",))
-    planted = "class LRGate:\n    max_gates: int\n    def investigate(self): ...\nasync def gate_it(): ..."
-    assert misplaced("gate", word, {"loss/gate.py": planted}) == {"LRGate", "max_gates", "gate_it", "gate"}
-    assert misplaced("gate", word, {"correction/gate.py": planted}) == set()

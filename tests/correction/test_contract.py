@@ -68,8 +68,7 @@ def test_given_segments_are_those_found_from_the_mask() -> None:
     batch = case([9, 8, 7], density=0.6)
     ids, count = [], -1
     for i in range(24):
-        begins = batch.mask[i] and (i in (0, 9, 17) or not batch.mask[i - 1])
-        count += int(begins)
+        count += int(batch.mask[i] and (i in (0, 9, 17) or not batch.mask[i - 1]))
         # rows without a loss hold rubbish
         ids.append(count if batch.mask[i] else (-7, 999)[i % 2])
     correction = RolloutCorrection(Weight("segment", "mask", 0.8, 1.3), (Rejection("k3", "segment", "max", upper=0.2),))
@@ -143,8 +142,7 @@ def test_lengths_in_place_of_cu_seqlens_are_named_on_a_cpu(lengths: list[int], n
 def test_a_sequence_beyond_the_largest_fp32_integer_is_counted_token_by_token() -> None:
     n = 2**24 + 3
     zeros, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
-    found = pair_metrics(zeros, zeros, mask, cu_seqlens=torch.tensor([0, n])).values()
-    assert found["response_length"] == n
+    assert pair_metrics(zeros, zeros, mask, cu_seqlens=torch.tensor([0, n])).values()["response_length"] == n
 
 
 @pytest.mark.parametrize("weight", [Weight("sequence", "clip", 1e-8, 1e8), Weight("prefix", upper=INF)])
@@ -160,21 +158,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit(weight: Weight)
     assert torch.equal(with_loud.weights[40:], whole.weights[40:])
 
 
-def test_two_calls_agree_bit_by_bit() -> None:
-    batch = case([3000, 5000], gap=0.1)
-    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), normalize="batch")
-    first, second = (correct(*batch.arguments, correction=correction, **batch.options) for _ in range(2))
-    assert torch.equal(first.weights, second.weights)
-    assert first.metrics.values() == second.metrics.values()
-
-
 def test_weights_are_detached_and_fp32() -> None:
     train, rollout, mask, cu_seqlens = gapped(0.3, -0.2)
-    for dtype, expected in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float64, torch.float64),
-    ):
+    fp32, fp64 = torch.float32, torch.float64
+    for dtype, expected in ((fp32, fp32), (torch.bfloat16, fp32), (fp64, fp64)):
         corrected = correct(
             train.to(dtype).requires_grad_(), rollout.to(dtype), mask,
             correction=RolloutCorrection.preset("seq-tis"), cu_seqlens=cu_seqlens,
@@ -198,20 +185,15 @@ def test_a_batch_without_loss_tokens_is_legal(name: str, lengths: list[int]) -> 
 
 @pytest.mark.parametrize(
     "weight",
-    [
-        Weight("sequence", "mask", 0.7, 2.0),
-        Weight("segment", "mask", 0.8, 1.3, growth="sqrt_lag"),
-        Weight(upper=1.3, staleness_upper=1.2),
-    ],
-)
+    [Weight("sequence", "mask", 0.7, 2.0), Weight("segment", "mask", 0.8, 1.3, growth="sqrt_lag"),
+     Weight(upper=1.3, staleness_upper=1.2)],
+)  # fmt: skip
 def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> None:
-    lengths = [3, 0, 5, 2, 6, 4]
-    batch = case(lengths, gap=0.5)
+    batch = case([3, 0, 5, 2, 6, 4], gap=0.5)
     batch.train[batch.mask.nonzero()[0]] = NAN
     correction = RolloutCorrection(weight, (Rejection("surprise", "segment", "max", upper=1.0),))
     batch.lags = torch.arange(20) % 7
-    noise = torch.randn(20, generator=torch.Generator().manual_seed(5))
-    batch.statistics["sampling"] = batch.rollout + 0.3 * noise
+    batch.statistics["sampling"] = batch.rollout + 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(5))
 
     def metrics_of(part: Case) -> MetricSums:
         sampling = part.statistics["sampling"] if weight.staleness_upper else None
@@ -220,18 +202,16 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
     whole = metrics_of(batch).values()
     for cuts in itertools.combinations(range(7), 2):
         parts = [metrics_of(batch.part(a, b)) for a, b in itertools.pairwise((0, *cuts, 6))]
-        merged = parts[0].merge(parts[1]).merge(parts[2]).values()
-        assert merged == pytest.approx(whole, rel=1e-12, nan_ok=True)
+        assert parts[0].merge(parts[1]).merge(parts[2]).values() == pytest.approx(whole, rel=1e-12, nan_ok=True)
 
 
 def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
     gate = Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage")
     correction = RolloutCorrection(reject=(gate,))
     # means of 1, -1 and 0: only the second is negative
-    per_token = torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0])
     train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, -1.0, -1.0, -1.0, lengths=[2, 2, 1])
     mask[3] = False
-    for advantages in (per_token, torch.tensor([0.5, -0.5, 0.0])):
+    for advantages in (torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0]), torch.tensor([0.5, -0.5, 0.0])):
         found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages)
         assert found.mask.tolist() == [True, True, False, False, True]
 
@@ -241,10 +221,8 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
     gate = RolloutCorrection(reject=(Rejection("ratio", "token", lower=0.5, when="negative_advantage"),))
     options: dict[str, Any] = dict(correction=gate, cu_seqlens=cu_seqlens)
     advantages = torch.tensor([1.0, -5.0])
-    of_sequences = correct(train, rollout, mask, advantages=advantages[:, None], **options)
-    of_tokens = correct(train, rollout, mask, advantages=advantages, **options)
-    assert of_sequences.mask.tolist() == [True, True]
-    assert of_tokens.mask.tolist() == [True, False]
+    assert correct(train, rollout, mask, advantages=advantages[:, None], **options).mask.tolist() == [True, True]
+    assert correct(train, rollout, mask, advantages=advantages, **options).mask.tolist() == [True, False]
     rows = (x.view(2, 1) for x in (train, rollout, mask))
     assert correct(*rows, correction=gate, advantages=advantages[:, None]).mask.flatten().tolist() == [True, False]
 

@@ -34,7 +34,6 @@ def without_groups(rank: int) -> dict[str, Any]:
         dp_group=None, cp_group=None,
     )  # fmt: skip
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
-    logprobs = vocab_parallel_logprobs(logits, torch.arange(4), tp_group=None)
     return {
         "weights": corrected.weights.tolist(),
         "correct": corrected.metrics.all_reduce(None).values(),
@@ -42,7 +41,7 @@ def without_groups(rank: int) -> dict[str, Any]:
         "means": means.all_reduce(None).values(),
         "shift": {n: v for n, v in shift.sums.all_reduce(None).values().items() if isinstance(v, float)},
         "scale": scale.tolist(),
-        "logprobs": logprobs.tolist(),
+        "logprobs": vocab_parallel_logprobs(logits, torch.arange(4), tp_group=None).tolist(),
     }
 
 

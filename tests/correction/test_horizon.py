@@ -18,8 +18,7 @@ SEQUENCE = RolloutCorrection(Weight("sequence", upper=2.0))
 
 def values(correction: RolloutCorrection, length: int, sequences: int = 4000) -> dict[str, Any]:
     """Metrics of honest log-ratios: Gaussian, with the k3 that makes the mean of the ratios 1."""
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(sequences * length, generator=generator, dtype=torch.float64)
+    noise = torch.randn(sequences * length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     train = torch.full((len(noise),), -2.0, dtype=torch.float64)
     rollout = train - (math.sqrt(2 * K3) * noise - K3)
     offsets = torch.arange(0, len(noise) + 1, length, dtype=torch.int32)
@@ -88,8 +87,7 @@ def test_the_warning_comes_once_in_ten_rollouts() -> None:
     watch = LostBatchWarning()
     bad, good = facts(masked_token=0.9), facts()
     rollouts = [good, bad, *[bad] * 9, bad, *[good] * 12, bad, bad]
-    said = [t for t, each in enumerate(rollouts, 1) if watch.see(each, TOKEN, "old/")]
-    assert said == [2, 12, 25]
+    assert [t for t, each in enumerate(rollouts, 1) if watch.see(each, TOKEN, "old/")] == [2, 12, 25]
 
 
 def test_a_gate_that_is_made_for_longer_responses_is_caught_on_short_ones() -> None:

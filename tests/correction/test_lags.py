@@ -17,8 +17,7 @@ BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}
 
 def stale(lengths: list[int], seed: int = 0) -> Case:
     batch = case(lengths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    of_tokens = torch.randint(0, 24, (sum(lengths),), generator=generator) // 3
+    of_tokens = torch.randint(0, 24, (sum(lengths),), generator=torch.Generator().manual_seed(seed)) // 3
     batch.lags = torch.where(batch.mask, of_tokens, -3)
     return batch
 
@@ -40,24 +39,8 @@ def test_bounds_by_lag_are_those_of_the_definition(level: Any, mode: Any, varied
 )
 def test_tokens_and_units_beyond_a_lag_are_rejected(level: Any, reduce: Any) -> None:
     batch = stale([12, 0, 7, 30, 1, 9, *[2, 3, 4] * 6])
-    correction = RolloutCorrection(reject=(Rejection("lag", level, reduce, upper=4.0),))
-    found = check(batch, correction)
+    found = check(batch, RolloutCorrection(reject=(Rejection("lag", level, reduce, upper=4.0),)))
     assert 0 < found.mask.sum() < batch.mask.sum() or reduce == "max"
-
-
-@pytest.mark.parametrize(("lag", "upper"), [(0, 1.5), (1, 1.5), (4, 1.5**2), (9, 1.5**3)])
-def test_the_log_bound_grows_with_the_square_root_of_the_lag(lag: int, upper: float) -> None:
-    correction = RolloutCorrection(Weight("token", "clip", 1 / 1.5, 1.5, growth="sqrt_lag"))
-    corrected = on_gaps(correction, 9.0, -9.0, lags=torch.full((2,), lag))
-    assert corrected.weights.tolist() == pytest.approx([upper, 1 / upper])
-
-
-@pytest.mark.parametrize("level", ["sequence", "segment"])
-def test_a_unit_is_as_old_as_its_oldest_token(level: Any) -> None:
-    correction = RolloutCorrection(Weight(level, "truncate", upper=2.5, upper_by_lag=((3, 1.25),)))
-    fresh = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 2, 1]))
-    old = on_gaps(correction, 1.0, 1.0, 1.0, lags=torch.tensor([0, 3, 1]))
-    assert fresh.weights.tolist() == [2.5] * 3 and old.weights.tolist() == [1.25] * 3
 
 
 def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_tokens() -> None:

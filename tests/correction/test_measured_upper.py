@@ -76,8 +76,7 @@ def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> N
     whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
     for first, last in ((0, 1), (1, 4), (4, 6)):
         part = batch.part(first, last)
-        found = correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options)
-        sums.merge(found.metrics)
+        sums.merge(correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options).metrics)
     assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
 
 
@@ -86,7 +85,9 @@ def test_the_measured_c_has_the_least_enumerated_error_and_loosens_as_samples_gr
     """Over every sequence of a world, for a batch of so many: exact bias and variance of mean min(rho, C) A."""
     world = World(4, stops=False, seed=2, gap=0.9)
     batch = Batch.population(world)
-    found = batch_sums(batch) | {"sequences": float(samples)}
+    options: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "advantages": batch.world.reward[batch.which]}
+    metrics = correct(*batch.arguments, correction=measured("sequence"), measured_upper=FIRST, **options).metrics
+    found = {name: metrics._fetch()[""][name] for name in (*SUMS, UNITS)} | {"sequences": float(samples)}
     mu, rho, A = world.probability(world.mu.log()), world.rho(), world.reward
     errors = []
     for upper in GRID:
@@ -98,13 +99,6 @@ def test_the_measured_c_has_the_least_enumerated_error_and_loosens_as_samples_gr
     assert least_error(found) == GRID[errors.index(min(errors))]
     if samples > 4:
         assert least_error(found) >= least_error(found | {"sequences": samples / 10})
-
-
-def batch_sums(batch: Batch) -> dict[str, float]:
-    options: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "advantages": batch.world.reward[batch.which]}
-    metrics = correct(*batch.arguments, correction=measured("sequence"), measured_upper=FIRST, **options).metrics
-    fetched = metrics._fetch()[""]
-    return {name: fetched[name] for name in (*SUMS, UNITS)}
 
 
 @pytest.mark.parametrize("given", [None, 0.0, math.nan])

@@ -1,8 +1,6 @@
 """MetricSums, and every metric of a pair of policies at sizes where the arithmetic is hard."""
 
-import json
 import math
-import random
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from megatron_rc.correction import warnings as alarms
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.formulas import METRICS, SHARES
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 
 def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:
@@ -118,17 +116,6 @@ def test_prefixes_keep_pairs_apart_through_merging() -> None:
     assert {n: merged[n] for n in alone[2]} == alone[2]
 
 
-def test_merging_in_any_order_and_grouping_gives_the_same() -> None:
-    batches = [case([5, 6, 2], seed=seed, gap=0.3) for seed in range(5)]
-    sums = [lambda b=b: pair_metrics(*b.arguments, cu_seqlens=b.cu_seqlens) for b in batches]
-    expected = MetricSums()
-    for make in sums:
-        expected.merge(make())
-    shuffled = random.Random(0).sample(sums, 5)
-    left, right = shuffled[0]().merge(shuffled[1]()), shuffled[2]().merge(shuffled[3]()).merge(shuffled[4]())
-    assert left.merge(right).values() == pytest.approx(expected.values(), rel=1e-12)
-
-
 def test_merging_leaves_the_other_side_and_shared_tensors_alone() -> None:
     one, two = (pair_metrics(*case([5], seed=s, density=1.0).arguments, sequences=False) for s in (0, 1))
     before, named = two.values(), one.prefixed("old/")
@@ -136,17 +123,6 @@ def test_merging_leaves_the_other_side_and_shared_tensors_alone() -> None:
     one.merge(two).merge(two)
     assert two.values() == before
     assert named.values() == kept
-
-
-def test_means_are_pooled_totals_over_pooled_counts() -> None:
-    def part(total: float, count: float) -> MetricSums:
-        return MetricSums.of_means({"entropy": (torch.tensor(total), torch.tensor(count))})
-
-    assert part(6.0, 2).merge(part(0.0, 4)).values() == {"entropy": 1.0}
-    assert math.isnan(part(0.0, 0).values()["entropy"])
-    both = part(6.0, 2).merge(pair_metrics(*case([4]).arguments, sequences=False))
-    assert both.values()["entropy"] == 3.0
-    assert "k3" in both.values()
 
 
 def test_no_statistics_give_no_values_and_pass_the_check() -> None:
@@ -190,24 +166,6 @@ def test_a_large_k3_is_warned_of_once_where_no_bound_is_set(
     assert "k3 is 0." in caplog.text and "above 0.1" in caplog.text
 
 
-def test_values_are_plain_floats() -> None:
-    batch = case([6, 7], density=1.0)
-    values = correct(*batch.arguments, correction=PRESETS["icepop"].correction, **batch.options).metrics.values()
-    assert all(type(value) is float for value in values.values())
-    json.dumps(values, allow_nan=False)
-
-
-def test_a_whole_fp32_batch_agrees_with_fp64_truth() -> None:
-    lengths = [random.Random(1).randrange(300) for _ in range(40)]
-    batch = case(lengths, gap=3e-3)
-    truth = pair_metrics(batch.train.double(), batch.rollout.double(), batch.mask, cu_seqlens=batch.cu_seqlens).values()
-    found = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
-    # only the rounding of the log-probs themselves is left
-    assert found == pytest.approx(truth, rel=1e-3, abs=1e-9)
-    assert found["k3"] == pytest.approx(truth["k3"], rel=1e-5)
-    assert found["chi2_token"] == pytest.approx(truth["chi2_token"], rel=1e-5)
-
-
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.9])
 def test_equal_weights_have_a_standard_deviation_of_exactly_0(value: float) -> None:
     n = 1000
@@ -217,5 +175,4 @@ def test_equal_weights_have_a_standard_deviation_of_exactly_0(value: float) -> N
     options: dict[str, Any] = dict(correction=correction, cu_seqlens=torch.tensor([0, n]))
     assert correct(*arguments, **options).metrics.values()["weight_std"] == 0
     train[:500] += 1e-3
-    spread = correct(*arguments, **options).metrics.values()["weight_std"]
-    assert spread == pytest.approx(value * 5e-4, rel=1e-3)
+    assert correct(*arguments, **options).metrics.values()["weight_std"] == pytest.approx(value * 5e-4, rel=1e-3)

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from context_slice import context_slice, numbered_batch
-from correction_book import case, gapped
+from correction_book import case
 from enumeration import WORLDS, Batch, World
 from enumeration import world as world
-from extras import correct
 from test_correction import check
 from torch import Tensor
 
@@ -45,29 +44,6 @@ def test_unbounded_prefix_weights_are_unbiased_for_the_token_level_gradient(worl
     torch.testing.assert_close(found, future_under_mu(world), atol=1e-9, rtol=1e-9)
 
 
-def test_they_are_unbiased_for_the_policy_gradient_where_no_reward_comes_after_the_first_token() -> None:
-    world = World(3, stops=False)
-    for i, y in enumerate(world.sequences):
-        world.reward[i] = float(y[0] == 1)
-    advantage = world.reward - world.log_pi[0].exp()[1].item()
-    world.reward = advantage
-    found = Batch.population(world).run(UNBOUNDED).gradient
-    torch.testing.assert_close(found[0], world.gradient_of_j()[0], atol=1e-9, rtol=1e-9)
-
-
-def test_they_spread_less_than_weights_of_sequences_and_average_to_one(world: World) -> None:
-    batch = Batch.population(world)
-    moments = []
-    for level in ("prefix", "sequence"):
-        correction = RolloutCorrection(Weight(level, upper=math.inf))  # type: ignore[arg-type]
-        found = correct(*batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens)
-        weights = found.weights[batch.loss_mask]
-        moments.append(weights.square().mean().item())
-        first = torch.cat([part[:1] for part in found.weights.split(batch.cu_seqlens.diff().tolist())])
-        assert first.mean().item() == pytest.approx(1, rel=1e-9)
-    assert 1 < moments[0] < moments[1]
-
-
 def test_the_gradient_has_less_variance_than_with_weights_of_sequences_in_two_worlds_of_three() -> None:
     calmer = []
     for name, one in WORLDS.items():
@@ -87,16 +63,7 @@ def test_weights_are_those_of_the_definition(mode: Any, growth: Any) -> None:
     batch.train[batch.mask.nonzero()[[3, 20]]] = torch.nan
     batch.train[batch.mask.nonzero()[9]] = -torch.inf
     weight = Weight("prefix", mode, None if mode == "truncate" else 0.8, 1.3, growth=growth)
-    correction = RolloutCorrection(weight, (Rejection("k3", "token", upper=0.5),), "batch")
-    check(batch, correction)
-
-
-def test_the_log_bound_of_the_fourth_token_is_twice_that_of_the_first() -> None:
-    train, rollout, _, cu_seqlens = gapped(9.0, 9.0, 0.0, 9.0, 9.0)
-    mask = torch.tensor([True, True, False, True, True])
-    correction = RolloutCorrection(Weight("prefix", upper=1.5, growth="sqrt_position"))
-    weights = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens).weights
-    assert weights[mask].tolist() == pytest.approx([1.5 ** math.sqrt(t) for t in (1, 2, 3, 4)])
+    check(batch, RolloutCorrection(weight, (Rejection("k3", "token", upper=0.5),), "batch"))
 
 
 def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:

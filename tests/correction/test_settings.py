@@ -2,9 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,9 @@ from extras import on_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc import schema
 from megatron_rc.correction import weight
 from megatron_rc.correction.settings import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
+from megatron_rc.jobs.describe import describe
 from megatron_rc.loss.options import SURROGATES, check_surrogate
 
 
@@ -214,37 +211,8 @@ def test_wrong_data_is_one_sentence_that_names_the_field(data: Any, message: str
     assert "\n" not in str(error.value)
 
 
-@dataclass(frozen=True)
-class Settings:
-    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-
-
-@pytest.mark.parametrize("value", ["icepop", {"preset": "icepop"}, RolloutCorrection.preset("icepop").to_dict()])
-def test_expand_lets_any_spelling_stand_inside_other_settings(value: Any) -> None:
-    expanded = RolloutCorrection.expand(value)
-    assert schema.from_dict(Settings, {"correction": expanded}).correction == RolloutCorrection.preset("icepop")
-    assert RolloutCorrection.expand(expanded) == expanded
-
-
 def test_every_field_has_a_docstring() -> None:
-    import ast
-
-    from megatron_rc.correction import rejection, settings
-
-    bodies = [ast.parse(Path(str(module.__file__)).read_text()).body for module in (settings, rejection, weight)]
-    for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
-        for statement, after in zip(cls.body, [*cls.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign) and cls.name not in ("Preset", "Statistic"):
-                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                assert documented, f"{cls.name}.{ast.unparse(statement.target)}"
-
-
-def test_importing_it_loads_neither_torch_nor_yaml_nor_pydantic() -> None:
-    heavy = "{'torch', 'yaml', 'pydantic'}"
-    code = f"import sys; import megatron_rc.correction.settings; print(sorted({heavy} & set(sys.modules)))"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == "[]"
+    assert [field.name for cls in (RolloutCorrection, Rejection) for field in describe(cls) if not field.doc] == []
 
 
 def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +220,7 @@ def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(weight.MODES, "floor", row)
     with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
         Weight(mode="floor", upper=3.0)
-    correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
-    corrected = on_gaps(correction, -1.0, 0.5)
+    corrected = on_gaps(RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None)), -1.0, 0.5)
     assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
     assert corrected.mask.all()
     assert corrected.metrics.values()["raised_token"] == 0.5

@@ -18,8 +18,7 @@ REJECTED = "rejected_standardized_sequence_seq"
 
 def gaussian(length: int, k3: float, tokens: int = 160_000, seed: int = 0) -> torch.Tensor:
     """[S, T] honest log-ratios of whole sequences: variance 2 K, and the mean -K that E[rho] = 1 asks for."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(max(tokens // length, 64), length, generator=generator)
+    noise = torch.randn(max(tokens // length, 64), length, generator=torch.Generator().manual_seed(seed))
     return noise.mul_(math.sqrt(2 * k3)).sub_(k3)
 
 
@@ -34,13 +33,11 @@ def gated(log_ratios: torch.Tensor, **options: Any) -> Corrected:
 def test_94_to_96_percent_of_honest_sequences_are_kept_at_every_length_and_gap(length: int, k3: float) -> None:
     # the distribution of a sum is known: many sequences cost no more than their sums
     generator = torch.Generator().manual_seed(length)
-    count = 20_000
-    sums = torch.randn(count, generator=generator).mul(math.sqrt(2 * length * k3)).sub(length * k3)
+    sums = torch.randn(20_000, generator=generator).mul(math.sqrt(2 * length * k3)).sub(length * k3)
     measured = gated(gaussian(length, k3)).mean_k3
     assert measured is not None and measured.item() == pytest.approx(k3, rel=0.02)
     # a sequence of two tokens represents one of T: of K T / 2 each
-    pairs = torch.stack([sums / 2, sums / 2], 1)
-    kept = 1 - gated(pairs, mean_k3=measured * length / 2).metrics.values()[REJECTED]
+    kept = 1 - gated(torch.stack([sums / 2, sums / 2], 1), mean_k3=measured * length / 2).metrics.values()[REJECTED]
     assert 0.93 <= kept <= 0.97
     assert kept == pytest.approx(0.9545, abs=0.015)
 
@@ -54,14 +51,12 @@ def test_one_odd_token_among_50_000_moves_the_kept_share_by_less_than_a_point(k3
     assert abs(after.mask.double().mean() - before.mask.double().mean()) < 0.01
     assert not after.mask[7].any()
     # without the cap on k3, K would be that of the odd token
-    uncapped = torch.tensor(math.exp(10) / 50_000)
-    assert not gated(odd, mean_k3=uncapped).mask.any()
+    assert not gated(odd, mean_k3=torch.tensor(math.exp(10) / 50_000)).mask.any()
 
 
 @pytest.mark.parametrize("noise", [0.0, 3e-7])
 def test_an_exact_engine_keeps_everything(noise: float) -> None:
-    sign = torch.randn(9, 4000, generator=torch.Generator().manual_seed(1)).sign()
-    corrected = gated(noise * sign)
+    corrected = gated(noise * torch.randn(9, 4000, generator=torch.Generator().manual_seed(1)).sign())
     assert corrected.mask.all()
     assert corrected.metrics.values()["pi_mass_kept"] == 1
 

@@ -1,8 +1,7 @@
 """The few lines that tell what a correction is compute what the library computes."""
 
-import inspect
-
 import torch
+from story import story
 
 import megatron_rc.correction
 from megatron_rc import correct, loss_scale, policy_loss
@@ -14,15 +13,12 @@ def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> N
     old, current = rollout + 0.8 * torch.randn(2, n, generator=made)
     loss_mask = torch.rand(n, generator=made) < 0.8
     given = {"rollout_logprobs": rollout, "old_logprobs": old, "current_logprobs": current.requires_grad_()}
-    told = {"torch": torch, "loss_mask": loss_mask, "advantages": advantages, **given}
-    lines = str(megatron_rc.correction.__doc__).splitlines()
-    exec(inspect.cleandoc("\n".join(line for line in lines if line.startswith("    "))), told)
+    told = story(megatron_rc.correction, loss_mask=loss_mask, advantages=advantages, **given)
     (slope,) = torch.autograd.grad(told["loss"], current)
 
     cu_seqlens = torch.tensor([0, 20, n], dtype=torch.int32)
     found = correct(old, rollout, loss_mask, correction="token-tis", cu_seqlens=cu_seqlens)
-    scale = loss_scale(loss_mask, found.mask)
-    loss = policy_loss(current, old, advantages, found, scale=scale).loss
+    loss = policy_loss(current, old, advantages, found, scale=loss_scale(loss_mask, found.mask)).loss
     assert torch.equal(told["weights"], found.weights) and torch.equal(told["mask"], found.mask)
     assert 0 < (found.weights == 2).sum() < n
     torch.testing.assert_close(told["loss"], loss)

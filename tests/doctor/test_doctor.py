@@ -136,8 +136,7 @@ def test_no_token_of_a_prompt_or_an_answer_is_printed() -> None:
         entries = [[-1.0, secret, None] for _ in asked["output_token_logprobs"]]
         kept = [[secret]] * 8
         facts = answer(probe, [secret] * 8, output_token_logprobs=entries, output_token_sampling_mask=kept)(facts)
-        broken = answer(probe, [secret] * 7)(facts)
-        for case in (facts, broken):
+        for case in (facts, answer(probe, [secret] * 7)(facts)):
             findings = SGLANG.run(case)
             assert str(secret) not in display.to_json({"a": findings}) + printed(False, findings)
 

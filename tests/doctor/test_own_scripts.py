@@ -64,8 +64,7 @@ def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnin
 def test_two_flags_more_make_a_script_of_miles_a_corrected_one(
     name: str, model: str, warnings: set[str], tmp_path: Path
 ) -> None:
-    own = script("MILES_DIR", f"{MILES}{name}.sh")
-    (tmp_path / name).write_text(text := with_enable(own.read_text(), tmp_path))
+    (tmp_path / name).write_text(text := with_enable(script("MILES_DIR", f"{MILES}{name}.sh").read_text(), tmp_path))
     flags = Flags.of_file(tmp_path / name)
     # a program of miles prints flags of the model into an array
     assert flags.hidden == ("${MODEL_ARGS[@]}",) and found("miles", flags, 1) == {"error": set(), "warning": set()}

@@ -118,14 +118,8 @@ def test_routes_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
 def test_sampling_settings_stand_in_the_schema_metadata(tmp_path: Path) -> None:
     samples = example_samples()
     file = DumpWriter(tmp_path).write(3, example_batch(samples), samples=samples, seeds=[1, 2, 3])
-    assert json.loads(pq.read_schema(file).metadata[SAMPLING_KEY]) == {
-        "max_new_tokens": 4,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": -1,
-        "stop_token_ids": [9],
-        "hidden": None,
-    }
+    expected = dataclasses.asdict(SAMPLING) | {"stop_token_ids": [9]}
+    assert json.loads(pq.read_schema(file).metadata[SAMPLING_KEY]) == expected
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

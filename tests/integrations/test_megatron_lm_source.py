@@ -80,8 +80,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> None:
     found = results(split)
     for name in ("host", "host, packed", "host, truncation", "host, truncation, packed"):
-        ours = name.replace("host, truncation", "truncation").replace("host", "none")
-        same(found[ours], found[name])
+        same(found[name.replace("host, truncation", "truncation").replace("host", "none")], found[name])
     same(found["host again"], found["host"])
     assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
 
@@ -135,8 +134,7 @@ def test_no_patched_case_gathers_the_vocabulary() -> None:
 
 
 def test_a_bf16_model_has_fp32_logprobs_and_trains() -> None:
-    cases = {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}}
-    found = launch(1, [str(JOB)], ["--bf16"], cases)
+    found = launch(1, [str(JOB)], ["--bf16"], {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}})
     for step in (found["any"]["steps"][0], found["any, packed"]["steps"][0]):
         # the policy before the update against itself, in the same precision
         assert step["log"]["rl/pi_over_pi_old"] == pytest.approx(1.0, abs=1e-6)

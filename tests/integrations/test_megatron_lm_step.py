@@ -133,8 +133,7 @@ def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
 def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_softmax(
     temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = torch.Generator().manual_seed(8)
-    tokens = torch.randint(0, VOCABULARY, (64, WIDTH), generator=draw)
+    tokens = torch.randint(0, VOCABULARY, (64, WIDTH), generator=torch.Generator().manual_seed(8))
     model, state = Model(dtype=dtype), session.Session(RolloutCorrection(), None)
     logits = model.table[tokens[:, :-1]].detach()
     with sources.imported(sources.STUB) as host:

@@ -33,8 +33,7 @@ def test_the_decay_sees_mean_length_and_truncated_share_of_all_sampled_responses
 
 
 def test_a_rule_by_mismatch_sees_the_sample_size_of_the_step_before_its_optimizer(training: Any, caplog: Any) -> None:
-    rule = MismatchLR(1e-3, target=1.0, power=1.0)
-    with patch(HOST, correction=TIS, lr_rule=rule):
+    with patch(HOST, correction=TIS, lr_rule=MismatchLR(1e-3, target=1.0, power=1.0)):
         logs, optimizer, _ = train(training, [[batch(LN2), batch(-LN2)], [batch(0.0, new=False)], [batch(0.0)]])
     # weights 2 and 1/2: (5/2)^2 / (2 (4 + 1/4)); the second step belongs to the same rollout
     low = (5 / 2) ** 2 / (2 * (4 + 1 / 4))
@@ -44,16 +43,14 @@ def test_a_rule_by_mismatch_sees_the_sample_size_of_the_step_before_its_optimize
 
 
 def test_a_rule_by_mismatch_is_kept_in_the_scheduler_s_checkpoint(training: Any) -> None:
-    settings = MismatchSettings(target=1.0, action="halve", patience=1)
-    with patch(HOST, correction=TIS, lr_rule=settings):
+    with patch(HOST, correction=TIS, lr_rule=MismatchSettings(target=1.0, action="halve", patience=1)):
         _, _, scheduler = train(training, [[batch(LN2), batch(-LN2)]])
         saved = scheduler.state_dict()
     assert saved[HOST_KEY]["halvings"] == 1 and HOST_KEY not in scheduler.state_dict()
 
 
 def test_a_correction_that_drops_most_tokens_warns_with_the_numbers(training: Any, caplog: Any) -> None:
-    gate = RolloutCorrection(reject=(Rejection("ratio", "token", upper=1.5),))
-    with patch(HOST, correction=gate):
+    with patch(HOST, correction=RolloutCorrection(reject=(Rejection("ratio", "token", upper=1.5),))):
         train(training, [[batch(LN2, LN2, 0.0)]] * 3)
     (record,) = caplog.records
     assert record.levelname == "WARNING"

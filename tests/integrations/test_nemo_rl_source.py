@@ -83,8 +83,7 @@ def _train_data(fields: dict[str, Any]) -> dict[str, Any]:
         generation_logprobs=fields["generation_logprobs"],
         token_loss_mask=fields["token_mask"],
     )
-    made = module["_build_async_grpo_train_data"](flat, None, {"loss_multiplier": fields["sample_mask"]}, {})
-    return dict(made)
+    return dict(module["_build_async_grpo_train_data"](flat, None, {"loss_multiplier": fields["sample_mask"]}, {}))
 
 
 @real

@@ -127,8 +127,7 @@ def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tm
     file.write_text("correction: icepop\nlr_rule: {rule: length_decay, min_lr_ratio: 0.2}\n")
     assert patch_settings(file).correction == RolloutCorrection.preset("icepop")
     found = patch_settings(file, "token-tis", assignments=["correction.normalize=batch", "lr_rule.decay_period=9"])
-    weight = RolloutCorrection.preset("token-tis").weight
-    assert found.correction == RolloutCorrection(weight, normalize="batch")
+    assert found.correction == RolloutCorrection(RolloutCorrection.preset("token-tis").weight, normalize="batch")
     assert found.lr_rule == LengthDecaySettings(min_lr_ratio=0.2, decay_period=9)
     assert patch_settings(lr_rule="length_decay") == PatchSettings(lr_rule=LengthDecaySettings())
     assert patch_settings() == PatchSettings()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rc import Patch, RolloutCorrection, patch
+from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.symbols import Host, Symbol, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 NONE = RolloutCorrection()
@@ -140,8 +140,7 @@ def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.Mo
     def refuses(original: Any, context: Any) -> None:
         raise ValueError("not this one")
 
-    symbol = Symbol("tiny_host.core", "loss", SYMBOLS["loss"], refuses, "")
-    use(monkeypatch, in_parts=True, symbols=(symbol,))
+    use(monkeypatch, in_parts=True, symbols=(Symbol("tiny_host.core", "loss", SYMBOLS["loss"], refuses, ""),))
     with patch("tiny", correction=NONE):
         for _ in range(2):
             with pytest.raises(ValueError, match="not this one"):
@@ -184,14 +183,6 @@ def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: p
                 patch("tiny", correction=NONE, **other)
     with patch("tiny", correction=NONE, head="linear", head_chunk=8, head_logits_dtype="fp32") as patched:
         assert "head: linear, head_chunk 8, head_logits_dtype fp32" in patched.report()
-
-
-def test_a_symbol_that_make_answers_none_for_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, symbols=tuple(Symbol("tiny_host.core", *each, lambda *_: None, "") for each in SYMBOLS.items()))
-    before = bindings()
-    with patch("tiny", correction=NONE) as patched:
-        assert bindings() == before
-        assert "loss" not in patched.report()
 
 
 @pytest.mark.parametrize(
@@ -298,20 +289,3 @@ def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(
         monkeypatch.setattr(hosts, "HOSTS", table)
         with pytest.raises(ValueError, match="host must be one of .*'auto' needs one"):
             patch(correction=NONE)
-
-
-def test_inspecting_a_host_imports_nothing_of_it(files: Path) -> None:
-    found = {one.symbol.name: one for one in inspect_symbols(host())}
-    assert {name: one.parameters for name, one in found.items()} == SYMBOLS
-    assert not any(one.problem for one in found.values())
-    assert not [name for name in sys.modules if name.startswith("tiny_host")]
-    (files / "core.py").unlink()
-    assert {one.problem for one in inspect_symbols(host())} == {"module tiny_host.core is missing"}
-
-
-def test_the_report_names_what_was_replaced_and_what_differs() -> None:
-    with patch("tiny", correction=NONE, lr_rule=LengthDecaySettings()) as patched:
-        report = patched.report()
-    for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_rule:"):
-        assert part in report
-    assert isinstance(patched, Patch) and "tiny 1.2.3, restored" in patched.report()

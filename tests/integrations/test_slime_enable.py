@@ -131,5 +131,4 @@ def test_the_real_sources_read_what_enable_sets_after_it_or_only_to_refuse(host:
     assert early <= {f"{host}/utils/arguments.py", "miles/dashboard/args.py"}
     actor = (folder / f"{host}/backends/megatron_utils/actor.py").read_text()
     # the call that leads to enable; the class's own method of that name stands before it
-    before = actor[: actor.index("\n        init(")]
-    assert not reads.search(before)
+    assert not reads.search(actor[: actor.index("\n        init(")])

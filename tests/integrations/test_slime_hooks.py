@@ -161,8 +161,7 @@ def test_reducer_divides_by_all_loss_tokens_of_a_response(monkeypatch: pytest.Mo
         ("seq-mean-token-sum-norm", False, 43.0 / 16),
         ("token-mean", True, 43.0),
     ):
-        args = arguments(megatron_rc={"aggregation": aggregation}, calculate_per_token_loss=per_token)
-        alone(monkeypatch, args)
+        alone(monkeypatch, arguments(megatron_rc={"aggregation": aggregation}, calculate_per_token_loss=per_token))
         value = slime.pg_loss_reducer(*shapes, per_token)(losses.requires_grad_())
         assert value.item() == pytest.approx(expected)
         assert torch.autograd.grad(value, losses)[0][-1] == 0
@@ -205,8 +204,7 @@ def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone
     args = arguments(megatron_rc={"correction": settings}, **DATA_HOOK)
     slime.rollout_data(args, 3, data)
     corrected = whole.corrected(settings)
-    kept = corrected.weights[corrected.mask]
-    assert kept.mean().item() == pytest.approx(1) and not corrected.mask.all()
+    assert corrected.weights[corrected.mask].mean().item() == pytest.approx(1) and not corrected.mask.all()
     torch.testing.assert_close(torch.cat(data["advantages"]), torch.cat(before) * corrected.weights)
     assert [len(one) for one in data["advantages"]] == whole.responses
     assert all(torch.equal(one, other) for one, other in zip(data["returns"], before, strict=True))

@@ -46,9 +46,8 @@ def test_a_turn_that_two_slices_share_has_one_number() -> None:
     # responses of 8 tokens with a hole: two turns per sample, cut by zigzag slices of 3 and 1, 2, 2 tokens
     masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
     ranks = [Layout.of([9, 9], [8, 8], None, rank, 2) for rank in range(2)]
-    found = [layout.segments(masks) for layout in ranks]
     whole = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
-    for layout, (ids, bound) in zip(ranks, found, strict=True):
+    for layout, (ids, bound) in zip(ranks, [layout.segments(masks) for layout in ranks], strict=True):
         assert ids.tolist() == [whole[8 * s.sample + t] for s in layout.spans for t in range(s.first, s.stop)]
         assert bound >= 4
 
@@ -56,9 +55,8 @@ def test_a_turn_that_two_slices_share_has_one_number() -> None:
 def test_positions_are_those_of_whole_responses() -> None:
     masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
     for layout in (Layout.of([9, 9], [8, 8], None, rank, 2) for rank in range(2)):
-        found = layout.positions(masks)[layout.local(masks).bool()].tolist()
         tokens = [t for s in layout.spans for t in range(s.first, s.stop) if t != 4]
-        assert found == [t - (t > 4) for t in tokens]
+        assert layout.positions(masks)[layout.local(masks).bool()].tolist() == [t - (t > 4) for t in tokens]
 
 
 def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:

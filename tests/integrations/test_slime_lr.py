@@ -121,12 +121,6 @@ def test_a_rule_by_mismatch_without_a_hook_that_sees_whole_rollouts_is_refused()
         Run(args).rollout(0, [9])
 
 
-def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
-    run = Run(settings(decay={"decay_period": 4}))
-    rates = [run.rollout(number, [9])[0] for number in range(16)]
-    assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
-
-
 def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
     args = settings(decay={"decay_period": 2}, use_tis=True, **TIS)
     run, seen = Run(args), []
@@ -202,10 +196,8 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
 
 
 def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
-    args = checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
-    assert [Run(args).rollout(0, [9])[0]] == [LR]
-    resumed = Run(checked(decay={"decay_period": 2}, load=str(tmp_path)))
-    assert resumed.rollout(1, [9]) == [LR / 2]
+    assert [Run(checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)).rollout(0, [9])[0]] == [LR]
+    assert Run(checked(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
 
 
 def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
@@ -260,8 +252,7 @@ def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_t
 
 
 def test_the_file_that_version_0_1_wrote_goes_on(tmp_path: Path) -> None:
-    run = Run(settings(decay={"decay_period": 2}, save=str(tmp_path)))
-    run.rollout(0, [9])
+    Run(settings(decay={"decay_period": 2}, save=str(tmp_path))).rollout(0, [9])
     states = json.loads((tmp_path / STATE_FILE).read_text())
     (tmp_path / STATE_FILE).unlink()
     for state in states.values():
@@ -299,11 +290,3 @@ def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
     run = Run(settings(decay={"decay_period": 1}, loss_type="value_loss"))
     assert run.rollout(0, [9]) == [LR]
     slime.before_train_step(settings(decay={"decay_period": 1}), 0, 0, run.model, None, None)
-
-
-def test_settings_reach_the_decay() -> None:
-    detector = {"fast": 1.0, "warmup": 2, "patience": 1, "confirmation": 3, "threshold": 1.2}
-    args = settings(decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
-    run = Run(args)
-    rates = [run.rollout(number, [length])[0] for number, length in enumerate([10, 10, 10, 40, *[40] * 20])]
-    assert rates == pytest.approx([LR] * 7 + [LR / 2] * 17)  # surge at the fourth rollout, period eight

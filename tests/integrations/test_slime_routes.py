@@ -33,8 +33,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(correction: Any = "none", **changes: Any) -> Namespace:
-    key = {"correction": correction, "routes": True}
-    return ours(Case(), **{**WHOLE, "megatron_rc": key, **changes})
+    return ours(Case(), **{**WHOLE, "megatron_rc": {"correction": correction, "routes": True}, **changes})
 
 
 def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_environment, **more: Any) -> Model:
@@ -43,9 +42,8 @@ def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_envi
 
 def shifts() -> list[Tensor]:
     """[response, L] per sample: whether the two engines chose other experts for the row that predicts the token."""
-    samples = whole()
     differs = []
-    for own, replayed, prompt in zip(chosen(OWN), chosen(REPLAYED), samples.prompts, strict=True):
+    for own, replayed, prompt in zip(chosen(OWN), chosen(REPLAYED), whole().prompts, strict=True):
         sets = [
             [{*a} != {*b} for a, b in zip(mine, theirs, strict=True)]
             for mine, theirs in zip(own.tolist(), replayed.tolist(), strict=True)
@@ -125,8 +123,7 @@ def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host
     slime.before_train_step(args, 0, 0, [model], None, object())
     masks = whole().loss_masks
     for samples, log in zip(MICRO_BATCHES, updates(args, MICRO_BATCHES), strict=True):
-        mask = torch.cat([masks[i] for i in samples])
-        expected = torch.cat([shifts()[i] for i in samples]).float().mean(1) * mask
+        expected = torch.cat([shifts()[i] for i in samples]).float().mean(1) * torch.cat([masks[i] for i in samples])
         torch.testing.assert_close(log["rc/route_shift"], expected)
         assert log["rc/route_tokens_touched"].tolist() == (expected > 0).float().tolist()
     with pytest.raises(ValueError, match="^megatron_rc.routes needs the update to see the micro-batches"):

@@ -156,8 +156,7 @@ def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused() ->
     assert read(args).lr_rule == rule and args.rollout_data_postprocess_path and not args.use_tis
     by_length = MismatchSettings(signal="length", target=9.0)
     for whole_rollouts in (True, False):
-        found = recipe(None, by_length, whole_rollouts=whole_rollouts)
-        slime.check(parsed(found, whole_rollouts=whole_rollouts))
+        slime.check(parsed(recipe(None, by_length, whole_rollouts=whole_rollouts), whole_rollouts=whole_rollouts))
     for whole_rollouts, old in ((False, "recompute"), (True, "current")):
         with pytest.raises(ValueError, match="signal of lr_rule must be 'length'"):
             recipe(dataclasses.replace(token_tis, old=old), rule, whole_rollouts=whole_rollouts)

@@ -148,8 +148,7 @@ def test_settings_pass_where_every_host_that_is_found_hands_both_over(
         installed(tree, member.tis_caller, source)
     hands_over_both.cache_clear()
     two_policies = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
-    negative = arguments(megatron_rc={"correction": NEGATIVE}, **TIS)
-    for args in (two_policies, negative):
+    for args in (two_policies, arguments(megatron_rc={"correction": NEGATIVE}, **TIS)):
         if passes:
             slime.check(args)
         else:

@@ -87,7 +87,6 @@ def test_log_probs_entropy_and_gradient_are_verls_with_one_collective(source: st
 @pytest.mark.parametrize("asked", ["calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"])
 def test_what_needs_the_softmax_of_all_ids_is_refused_by_name(asked: str) -> None:
     with patched(SETTINGS), pytest.raises(ValueError, match=f"must be False where verl asks for {asked}"):
-        engine = module(ENGINE).MegatronEngineWithLMHead()
-        engine._lm_head_logits_processor(
+        module(ENGINE).MegatronEngineWithLMHead()._lm_head_logits_processor(
             torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.ones(1, 1), calculate_entropy=False, **{**PLAIN, asked: True}
         )

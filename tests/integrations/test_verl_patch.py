@@ -14,7 +14,7 @@ from hosts.verl.stand_in import stub as stub
 
 from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations import verl as host
-from megatron_rc.integrations.verl.refusals import refuse, refuse_rollout_correction
+from megatron_rc.integrations.verl.refusals import refuse
 from megatron_rc.integrations.verl.settings import prepare, read
 from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.versions import find_module
@@ -44,10 +44,7 @@ def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [
-        ("/no/such/file.yaml", "no such file"),
-        ("{lr_rule: null}", "MEGATRON_RC_CONFIG must have correction, lr_rule, head or"),
-    ],
+    [("/no/such/file.yaml", "no such file"), ("{lr_rule: null}", "MEGATRON_RC_CONFIG must have correction, lr_rule")],
 )
 def test_a_failure_of_the_plugin_is_one_sentence(text: str, sentence: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.delenv("MEGATRON_RC_CONFIG", raising=False)
@@ -190,12 +187,6 @@ def test_configurations_under_which_settings_would_not_act_are_refused(
     with pytest.raises(ValueError) as refused:
         refuse(prepare(settings.correction, settings.lr_rule, settings), config)
     assert sentence in str(refused.value)
-
-
-def test_trainers_that_validate_nothing_still_refuse_two_corrections() -> None:
-    state = prepare(RolloutCorrection(), None)
-    with pytest.raises(ValueError, match="rollout_is must be null"):
-        refuse_rollout_correction(state, {"rollout_is": "token"})
 
 
 # -- the trainer process

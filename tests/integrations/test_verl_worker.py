@@ -51,10 +51,9 @@ def test_a_rejected_token_with_a_nan_adds_nothing_to_loss_and_gradient(corrupt: 
 def test_two_policy_loss_metrics_and_denominator_do_not_depend_on_the_cut(surrogate: str) -> None:
     batch = cases.rollout(2)
     case = "seq_mean_k3" if surrogate == "ppo" else "token-tis"
-    correction = cases.correction(case, old="rollout")
     weights = corrected_now(batch, case)
     tokens = int(batch.mask.sum())
-    text = json.dumps({"correction": correction.to_dict(), "surrogate": surrogate})
+    text = json.dumps({"correction": cases.correction(case, old="rollout").to_dict(), "surrogate": surrogate})
     ratio = (batch.current - batch.rollout).double().exp()
     gradient = -batch.advantages.double() * weights * (ratio if surrogate == "ppo" else 1) / tokens
     metrics = []
@@ -128,8 +127,7 @@ def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_s
         engine.lr_scheduler.load_state_dict(saved)
         assert begun + rates(worker(engine), batches[3:]) == whole
     assert whole == pytest.approx([1e-3, 0.495e-3, 0.49e-3, 0.2425e-3, 0.24e-3, 0.11875e-3])
-    own = rates(worker(Engine()), batches[:2])
-    assert own == pytest.approx([1e-3, 0.99e-3]), "undo leaves verl's schedule"
+    assert rates(worker(Engine()), batches[:2]) == pytest.approx([1e-3, 0.99e-3]), "undo leaves verl's schedule"
 
 
 def test_undo_takes_the_rule_off_a_scheduler_that_lives_on() -> None:
@@ -143,8 +141,7 @@ def test_undo_takes_the_rule_off_a_scheduler_that_lives_on() -> None:
 def test_a_critic_keeps_its_learning_rate() -> None:
     with patched("{lr_rule: {rule: length_decay, decay_period: 1}}"):
         actor, critic = Engine(), Engine(is_value_model=True)
-        answers = worker(critic, "value_model").train_mini_batch(batch_of(3))["metrics"]
-        assert answers == {"lr": [1e-3]}
+        assert worker(critic, "value_model").train_mini_batch(batch_of(3))["metrics"] == {"lr": [1e-3]}
         assert rates(worker(actor), [batch_of(3)]) == [0.5e-3]
 
 
@@ -175,8 +172,7 @@ def _rank(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with patched(text) as session:
         made = worker(Engine(), update=lambda data: loss_of(mine, mine.rollout, None, 1 + rank))
         fields = {"response_mask": mine.mask, "rollout_log_probs": mine.rollout, "old_log_probs": mine.rollout}
-        metrics = made.train_mini_batch(fields)["metrics"]
-        return metrics, session.attached.rule.state_dict()
+        return made.train_mini_batch(fields)["metrics"], session.attached.rule.state_dict()
 
 
 @pytest.mark.host("verl", proof="stand-in", feature="data-parallel ranks")

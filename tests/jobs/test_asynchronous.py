@@ -92,8 +92,7 @@ def killed_twice(config: Path, output: Path, resume: Callable[..., Metrics]) -> 
 
 def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Path, tmp_path: Path) -> None:
     metrics = killed_twice(config, tmp_path / "killed", finished_job)
-    stale = [record["old/staleness_k3"] > 0 for record in metrics[1:]]
-    assert stale == [record["lag"] > 0 for record in metrics[1:]]
+    assert [record["old/staleness_k3"] > 0 for record in metrics[1:]] == [record["lag"] > 0 for record in metrics[1:]]
     mismatch = [record["old/mismatch_k3"] for record in metrics[1:]]
     assert 0 < max(mismatch) < 10 * mismatch[0], "the weights that sampled are those of the trainer at that version"
     shares = [record[f"asynchronous/{name}_idle"] for record in metrics[1:] for name in ("trainer", "engine")]

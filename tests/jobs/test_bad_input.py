@@ -29,9 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "grading.py").write_text(REWARDS)
     (folder / "not.yaml").write_text("train: [")
     (folder / "grid.yaml").write_text(dump_yaml({"job": JOB, "axes": {}}))
-    good = json.dumps({"prompt": "a b", "answer": "c"})
     others = [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)]
-    (folder / "good.jsonl").write_text("\n".join([good] * 4 + others))
+    (folder / "good.jsonl").write_text("\n".join([json.dumps({"prompt": "a b", "answer": "c"})] * 4 + others))
     (folder / "held_out.jsonl").write_text(json.dumps({"prompt": "n o p", "answer": "held out"}))
     save_tiny_checkpoint(folder / "hf")
     return folder

@@ -24,10 +24,7 @@ JOB: dict[str, Any] = {
 REFUSED = {
     "other rate": (["train.lr=1e-4"], "train.lr 0.001 -> 0.0001"),
     "other correction": (["correction=none"], "correction.weight {level: token, mode: truncate, upper: 2.0.*} -> null"),
-    "other task": (
-        ["task.options.reward=grading:raises_later"],
-        r"reward \S+grading.py:by_length -> \S+grading.py:raises_later",
-    ),
+    "other task": (["task.options.reward=grading:raises_later"], r"reward \S+:by_length -> \S+:raises_later"),
     "fewer steps": (["train.steps=1"], "train.steps 4 -> 1, and [24] are done"),
 }
 APPLIED = {"same": [], "more steps": ["train.steps=6", "dump.keep=1"]}

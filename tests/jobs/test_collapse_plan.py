@@ -49,8 +49,7 @@ def test_the_script_runs_every_stage_in_at_most_600_runs_and_8_hours_on_two_core
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_begins_with_what_it_asks_and_how_many_runs_that_takes(stage: str) -> None:
-    comment = (RECIPES / f"{stage}.yaml").read_text().split("\nbase:")[0]
-    assert re.search(r"\?.*Claims? \([a-i]\)", comment, re.DOTALL)
+    assert re.search(r"\?.*Claims? \([a-i]\)", (RECIPES / f"{stage}.yaml").read_text().split("\nbase:")[0], re.DOTALL)
     named = runs_of([stage])
     new = len(named - runs_of(STAGES[: STAGES.index(stage)]))
     runs, said_new, minutes, seconds = header_of(stage)
@@ -87,5 +86,4 @@ def test_arms_of_claims_a_to_d_have_ten_seeds_and_all_other_arms_of_them_three_o
     variants = ["lag-16-none-lr-1e-4-plain", *(f"lag-16-none-lr-3e-4-decay-{period}" for period in (30, 60))]
     assert ten >= {*(f"{arm}-lr-3e-4-plain" for arm in claimed), *variants}
     hidden = {"top-p-0.7-seq-tis-lr-3e-4-plain", "temperature-0.5-seq-tis-lr-3e-4-plain"}
-    few = {name for name, used in seeds.items() if len(used) < 3}
-    assert few == {*hidden, "temperature-2-seq-tis-lr-3e-4-plain"}
+    assert {name for name, used in seeds.items() if len(used) < 3} == {*hidden, "temperature-2-seq-tis-lr-3e-4-plain"}

@@ -75,8 +75,7 @@ def mean_k3(runs: Path, name: str, prefix: str = "old/") -> float:
 def test_every_job_learns_from_what_it_sampled(runs: Path, name: str):
     for record in metrics(runs, name):
         assert record["updates"] >= 1 and record["grad_norm"] > 0
-        numbers = [v for v in record.values() if isinstance(v, int | float)]
-        assert torch.tensor(numbers).isfinite().all(), record
+        assert torch.tensor([v for v in record.values() if isinstance(v, int | float)]).isfinite().all(), record
 
 
 def test_a_schedule_counts_mini_batches(runs: Path):

@@ -66,8 +66,7 @@ def of_a_surge() -> set[str]:
 def of_servers() -> set[str]:
     """Written by jobs with SGLang servers."""
     good = Sample([1], [2], [0.0], "stop")
-    damaged = dataclasses.replace(good, discarded="nan_logprob")
-    return set(SampledBatch([good], [0.0], [0], [0], [damaged]).metrics())
+    return set(SampledBatch([good], [0.0], [0], [0], [dataclasses.replace(good, discarded="nan_logprob")]).metrics())
 
 
 def of_turns() -> set[str]:

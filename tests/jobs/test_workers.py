@@ -32,8 +32,7 @@ def test_every_evaluation_is_told_once_and_none_from_before(tmp_path: Path) -> N
     assert progress.lines() == []
     log(exact, {"step": 0, "eval/accuracy": 0.25}, {"step": 1}, {"step": 2, "eval/accuracy": 0.5})
     log(other, {"step": 0, "eval/accuracy": None}, {"step": 2, "eval/accuracy": 0.75})
-    said = [line.partition("] ")[2].split() for line in progress.lines()]
-    assert said == [
+    assert [line.partition("] ")[2].split() for line in progress.lines()] == [
         ["exact", "seed", "1", "step", "2", "held-out", "accuracy", "50%"],
         ["seq-tis", "seed", "1", "step", "2", "held-out", "accuracy", "75%"],
     ]

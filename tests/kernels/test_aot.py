@@ -68,14 +68,12 @@ def test_what_the_tests_of_a_card_launch_is_among_it() -> None:
 
 
 def test_every_launch_asks_for_fused_multiplication_and_addition() -> None:
-    left_open = [one.name for one in aot.capture().launches if one.options.get("enable_fp_fusion") is not True]
-    assert left_open == []
+    assert [one.name for one in aot.capture().launches if one.options.get("enable_fp_fusion") is not True] == []
 
 
 def test_a_kernel_that_spills_is_found() -> None:
     launch = next(launch for launch in aot.capture().launches if launch.name == "row_gradient_bwd_kernel")
-    starved = replace(launch, options=launch.options | {"maxnreg": 16})
-    source = next(aot.specialised(starved, "sm_90"))
+    source = next(aot.specialised(replace(launch, options=launch.options | {"maxnreg": 16}), "sm_90"))
     assert aot.compiled(source).spilled > 0
 
 

@@ -121,14 +121,6 @@ def test_arguments_that_lie_differently_in_memory_are_read_right(layout: str) ->
     assert torch.equal(found.mask, expected.mask)
 
 
-def test_two_calls_agree_bit_by_bit() -> None:
-    batch = batch_of(LENGTHS, corrupt=0.01)
-    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), SEGMENTS.reject, "batch")
-    first, second = run(batch, correction), run(batch, correction)
-    assert torch.equal(first.weights, second.weights) and torch.equal(first.mask, second.mask)
-    assert first.metrics.values() == pytest.approx(second.metrics.values(), rel=0, abs=0, nan_ok=True)
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [4, 20]])
 def test_a_batch_without_loss_tokens_is_legal(lengths: list[int]) -> None:
     assert_agrees(batch_of(lengths, density=0.0), SEGMENTS)

@@ -25,11 +25,9 @@ from test_correction import (  # noqa: F401
     test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped,
     test_a_ratio_exactly_on_a_bound_is_kept,
     test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt,
-    test_asymmetric_bounds_are_on_train_over_rollout,
     test_batch_normalisation_of_nothing_leaves_zeros,
     test_corruption_drops_the_token_or_the_sequence,
     test_gates_compare_unclamped_logs_and_weights_clamped_ones,
-    test_the_weight_comes_before_the_gates_and_normalisation_last,
 )
 from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
 

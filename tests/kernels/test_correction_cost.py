@@ -94,11 +94,10 @@ def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: str | Non
 
 @pytest.mark.parametrize("tokens", [20_000, pytest.param(131_072, marks=pytest.mark.full)])
 def test_a_sequence_of_many_tokens_and_its_neighbours_are_right(tokens: int) -> None:
-    batch = batch_of([3, tokens, 0, 1], gap=0.01)
     correction = RolloutCorrection(
         Weight("geometric", "clip", 0.5, 2.0), (Rejection("k2", "segment", "max", upper=1e-3),), "batch"
     )
-    assert_agrees(batch, RolloutCorrection(correction.weight))
+    assert_agrees(batch_of([3, tokens, 0, 1], gap=0.01), RolloutCorrection(correction.weight))
     assert_agrees(batch_of([3, 5000, 0, 1], gap=0.01, density=0.999), correction)
 
 
@@ -120,9 +119,8 @@ def located_kernel(
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0)
-    chunk = tl.load(chunks + place)
     sequence, begin, end, start = locate_chunk(
-        chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK, BLOCK // 4
+        tl.load(chunks + place), cu_seqlens, row_length, num_tokens, num_sequences, BLOCK, BLOCK // 4
     )
     tl.store(found + 4 * place, sequence)
     tl.store(found + 4 * place + 1, begin)

@@ -53,14 +53,3 @@ def test_every_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_of_its_c
     }
     assert strangers == set()
     assert not current
-
-
-def test_a_launcher_finds_its_tensor_among_nested_arguments_and_leaves_the_cpu_alone() -> None:
-    tensor = torch.zeros(2)
-    assert device._first_tensor((1, None, (0.5, (tensor, 2)))) is tensor
-
-    @device.on_its_device
-    def launcher(block: int, *, rows: tuple[Any, ...]) -> int:
-        return block + len(rows)
-
-    assert launcher(1, rows=(tensor, 3)) == 3

@@ -73,8 +73,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
 
 def test_statistics_that_are_gathered_and_merged_are_those_of_the_whole_vocabulary(ranks: list[Any]) -> None:
     case = head_case(torch.float32, TOKENS, vocabulary=VOCABULARY)
-    mask = torch.arange(TOKENS) % 5 != 2
-    true = exact(case, temperature=0.7, mask=mask)
+    true = exact(case, temperature=0.7, mask=torch.arange(TOKENS) % 5 != 2)
     for rank in ranks:
         for name in ("merged", "log-probs"):
             for found, first, expected in zip(rank[name], ranks[0][name], true[1:3], strict=True):

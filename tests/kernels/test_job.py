@@ -23,11 +23,9 @@ JOB: dict[str, Any] = {
         "normalize": "batch",
     },
     "loss": {"dual_clip": 3.0, "kl_coef": 0.01, "entropy_coef": 0.01},
-    "train": {
-        **{"steps": STEPS, "optimizer": "sgd", "lr": 0.05, "micro_batches": 2, "eval_interval": 100},
-        "backend": "torch",
-    },
-}
+    "train": {"steps": STEPS, "optimizer": "sgd", "lr": 0.05, "micro_batches": 2, "eval_interval": 100,
+              "backend": "torch"},
+}  # fmt: skip
 
 
 def run(folder: Path, name: str, *assignments: str) -> dict[int, dict[str, Any]]:

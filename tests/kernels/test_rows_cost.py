@@ -106,8 +106,7 @@ def test_rows_lie_on_the_first_axis_of_the_grid(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(row_statistics, "row_statistics_fwd_kernel", Kernel())
     monkeypatch.setattr(row_gradient, "row_gradient_bwd_kernel", Kernel())
     logits = torch.zeros(70_000, 2, requires_grad=True)
-    lp = vocab_parallel_logprobs(logits, torch.zeros(70_000, dtype=torch.int64), backend="triton")
-    lp.sum().backward()
+    vocab_parallel_logprobs(logits, torch.zeros(70_000, dtype=torch.int64), backend="triton").sum().backward()
     # the second and the third axis end at 65,535
     assert grids == [(70_000,)] * 2
 
@@ -115,7 +114,6 @@ def test_rows_lie_on_the_first_axis_of_the_grid(monkeypatch: pytest.MonkeyPatch)
 def test_a_launch_table_entry_is_read_when_a_kernel_is_launched() -> None:
     logits = torch.randn(1, 300, requires_grad=True)
     with small_blocks(64), recorded_launches() as launches:
-        lp = vocab_parallel_logprobs(logits, torch.zeros(1, dtype=torch.int64), backend="triton")
-        lp.sum().backward()
+        vocab_parallel_logprobs(logits, torch.zeros(1, dtype=torch.int64), backend="triton").sum().backward()
     forward, backward = (launch.arguments for launch in launches)
     assert forward["LANES"] * forward["VECTOR"] == backward["BLOCK"] == 64

@@ -44,8 +44,7 @@ def logprobs(count: int, draw: random.Random) -> None:
     support = Support(sliced(torch.arange(8).repeat(count), draw), sliced(torch.arange(count + 1) * 8, draw))
     for options in ({}, {"support": support}):
         found = vocab_parallel_logprobs(logits, targets, with_entropy=True, backend="triton", **per_row, **options)
-        upstream = [sliced(torch.ones(count), draw) for _ in found]
-        torch.autograd.grad(found, logits, upstream)
+        torch.autograd.grad(found, logits, [sliced(torch.ones(count), draw) for _ in found])
 
 
 def merged(count: int, draw: random.Random) -> None:

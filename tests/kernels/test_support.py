@@ -137,10 +137,9 @@ def test_a_row_depends_on_no_other_row() -> None:
 @pytest.mark.parametrize("change", [Tensor.int, lambda ids: ids.repeat_interleave(2)[::2]], ids=["int32", "strided"])
 def test_ids_may_be_int32_or_strided(change: Callable[[Tensor], Tensor], in_place: bool) -> None:
     problem = replace(kept_problem(3), inplace=in_place)
-    expected = solve(problem)
     support = Support(*map(change, problem.options["support"]))
     changed = replace(problem, targets=change(problem.targets), options={"support": support})
-    for found, same in zip(solve(changed), expected, strict=True):
+    for found, same in zip(solve(changed), solve(problem), strict=True):
         assert_same(found, same)
 
 

@@ -172,8 +172,7 @@ def test_terms_that_depend_on_settings() -> None:
     assert first.activations == pytest.approx(base.activations, rel=0.01) and last.activations < 0.51 * base.activations
     assert first.logits == 0 and last.logits == base.logits
     # without rows to reduce, a step is what peaks
-    little = dataclasses.replace(base, activations=0, logits=0, backward=0)
-    assert little.total == base.resident + base.step
+    assert dataclasses.replace(base, activations=0, logits=0, backward=0).total == base.resident + base.step
 
 
 def test_the_linear_head_keeps_one_chunk_of_logits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,8 +194,7 @@ def test_micro_batches_of_a_step() -> None:
     assert recipe("qwen3_4b_2x8").micro_batch == (10_240, 256)
     assert recipe("qwen3_4b_2x8", "train.max_tokens_per_microbatch=20480").micro_batch == (20_480, 128)
     assert recipe("qwen3_4b_2x8", "train.micro_batches=100").micro_batch == (3 * 10_240, 100)
-    small = recipe("qwen3_4b_2x8", "task={kind: arithmetic}", "rollout.max_new_tokens=16")
-    assert small.longest == 6 * 2 + 16
+    assert recipe("qwen3_4b_2x8", "task={kind: arithmetic}", "rollout.max_new_tokens=16").longest == 6 * 2 + 16
 
 
 DENSE_4B, MOE_30B = PUBLISHED

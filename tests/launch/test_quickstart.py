@@ -19,13 +19,7 @@ SMALL = {
         "options": {"held_out": 5, "levels": {"2x1": 1.0}, "written_steps": False, "demonstration_error_rate": 0.0},
     },
     "warmup": {"steps": 20, "batch_size": 32, "lr": 3.0e-3},
-    "rollout": {
-        "engine": "embedded",
-        "dtype": "fp32",
-        "prompts_per_step": 4,
-        "samples_per_prompt": 8,
-        "max_new_tokens": 4,
-    },
+    "rollout": {"dtype": "fp32", "prompts_per_step": 4, "samples_per_prompt": 8, "max_new_tokens": 4},
 }
 
 PYTHON = """#!/bin/sh

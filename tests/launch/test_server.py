@@ -236,8 +236,7 @@ def test_a_server_keeps_the_users_environment_but_for_folders_that_hold_our_kern
     (theirs / "triton_kernels/__init__.py").write_text("")
     (tmp_path / "config.json").write_text("{}")
     python = write_script(tmp_path / "python", f'#!/bin/sh\nenv > {tmp_path}/environment\nexec {sys.executable} "$@"\n')
-    path = f"{ours}:{theirs}::{other}"
-    refused(tmp_path, "--python", python, PYTHONPATH=path, NCCL_SOCKET_IFNAME="ib0")
+    refused(tmp_path, "--python", python, PYTHONPATH=f"{ours}:{theirs}::{other}", NCCL_SOCKET_IFNAME="ib0")
     environment = (tmp_path / "environment").read_text().splitlines()
     assert f"PYTHONPATH={theirs}:{other}" in environment
     assert "PYTHONSAFEPATH=1" in environment and "NCCL_SOCKET_IFNAME=ib0" in environment

@@ -140,8 +140,7 @@ def test_the_template_serves_on_the_last_nodes_checks_and_trains_on_the_first(lo
     for number, words in enumerate(asked(loopback, "serves")):
         assert words[:2] == [NODES[1], "0,1,2,3" if number == 0 else "4,5,6,7"]
         assert words[2:8] == ["-m", "megatron_rc", "serve", "checkpoints/Qwen3-4B", "--python", "sglang"]
-        options = dict(zip(words[8::2], words[9::2], strict=True))
-        assert options == {
+        assert dict(zip(words[8::2], words[9::2], strict=True)) == {
             "--tp": "4", "--host": NODES[1], "--port": str(30000 + 10 * number), "--timeout": "1800",
             "--log": f"runs/qwen3-4b/logs/sglang-{NODES[1]}-{30000 + 10 * number}.log",
             "--report-to": f"{NODES[0]}:{port + 1}", "--dtype": "bfloat16", "--mem-fraction-static": "0.85",

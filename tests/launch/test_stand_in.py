@@ -12,8 +12,7 @@ STAND_IN = ROOT / "launch/sglang_cpu/stand_in"
 
 
 def with_stand_in(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(map(str, (STAND_IN, *paths)))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, *paths))), "PYTHONSAFEPATH": "1"}
     return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -23,8 +23,7 @@ NAN = math.nan
 
 @pytest.mark.parametrize("period", [204, 160])
 def test_a_fixed_period_is_algorithm_1_of_the_paper_at_every_step(period: int) -> None:
-    decay = LengthDecayLR(1e-6, decay_period=period)
-    found = rates(decay, [1000.0] * 1000)
+    found = rates(LengthDecayLR(1e-6, decay_period=period), [1000.0] * 1000)
     assert found == algorithm_1(1e-6, period, 0.1, 1000)
     floored = 4 * period
     cuts = {t: lr for t, (before, lr) in enumerate(zip([1e-6, *found], found, strict=False), 1) if lr != before}
@@ -128,8 +127,7 @@ def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], m
 
 
 def records(decay: LengthDecayLR, lengths: list[float]) -> list[dict[str, Any]]:
-    start = {"phase": "rl", "step": 0, "eval/accuracy": 0.5}
-    return [start] + [
+    return [{"phase": "rl", "step": 0, "eval/accuracy": 0.5}] + [
         {"phase": "rl", "step": t, "lr": decay.step(length), "response_length/mean": length, **decay.metrics()}
         for t, length in enumerate(lengths, 1)
     ]
@@ -153,8 +151,7 @@ def test_the_report_says_that_a_surge_came_inside_the_warm_up() -> None:
 
 
 def test_marks_stand_on_the_curves_of_length_and_learning_rate_at_their_steps(tmp_path: Path) -> None:
-    run = records(LengthDecayLR(1e-6), jump(50, 200))
-    page = write_report(run, tmp_path / "report.html").read_text()
+    page = write_report(records(LengthDecayLR(1e-6), jump(50, 200)), tmp_path / "report.html").read_text()
     charts = dict(re.findall(r'<svg class="chart"[^>]*aria-label="([^"]*)"[^>]*>(.*?)</svg>', page, re.DOTALL))
     assert sorted(charts) == ["Held-out accuracy", "Learning rate", "Learning-rate rule", "Response length"]
     assert 'class="mark"' not in charts.pop("Held-out accuracy") + charts.pop("Learning-rate rule")

@@ -197,9 +197,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job("mismatch", *BY_MISMATCH, "train.steps=5"),
     ]
     assert [status for status, _ in run_together(first, folder)] == [0] * 4
-    bad = doctored(folder, "nans", lambda values: [math.nan] * len(values))
     second = [
-        replayed("failed", bad),
+        replayed("failed", doctored(folder, "nans", lambda values: [math.nan] * len(values))),
         job("parts", *TWO_UPDATES),
         job("later", f"branch={folder / 'good'}:3", "lr_rule={rule: length_decay, decay_period: 4}", "train.steps=5"),
         job("mismatch", *BY_MISMATCH),

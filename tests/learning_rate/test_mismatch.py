@@ -53,9 +53,8 @@ def test_the_ends_of_a_signal_give_the_floor_or_one(signal: str, value: float, s
 def test_action_halve_halves_after_every_run_of_patience_and_never_grows(signal: str) -> None:
     one = rule_on(signal, action="halve", patience=3, floor=0.2)
     bad, good = BAD[signal], GOOD[signal]
-    values = [bad, bad, good, bad, bad, bad, bad, None, bad, bad, *[good] * 3, *[bad] * 20]
     found = []
-    for value in values:
+    for value in [bad, bad, good, bad, bad, bad, bad, None, bad, bad, *[good] * 3, *[bad] * 20]:
         one.step(value)
         found.append(one.scale)
     assert found == [1.0] * 5 + [0.5] * 3 + [0.5] + [0.25] * 6 + [0.2] * 18

@@ -129,15 +129,6 @@ def test_lengths_that_are_flat_or_fall_in_the_warm_up_set_no_flag(at: int, low: 
     assert decay.detector.surge_in_warmup is None and decay.metrics()["lr_rule/surge_in_warmup"] == 0.0
 
 
-@pytest.mark.parametrize("run", [1, 2])
-def test_fewer_long_rollouts_than_patience_are_no_alarm(run: int) -> None:
-    detector = SurgeDetector(fast=1.0)
-    for length in ([1000.0] * 30 + [3000.0] * run) * 4:
-        detector.update(length)
-        assert detector.alarm is None
-    assert detector.surge_step is None and detector.withdrawn == 0
-
-
 def test_the_surge_step_is_the_first_of_the_run_that_confirms_it() -> None:
     detector = SurgeDetector(fast=1.0, patience=5, confirmation=7)
     found, alarms = [], []
@@ -150,11 +141,10 @@ def test_the_surge_step_is_the_first_of_the_run_that_confirms_it() -> None:
 
 def test_rollouts_without_a_length_count_and_do_not_touch_the_search() -> None:
     lengths = jump(60, 100)
-    gaps = [*lengths[:30], None, NAN, *lengths[30:]]
     plain, holed = SurgeDetector(), SurgeDetector()
     for length in lengths:
         plain.update(length)
-    for length in gaps:
+    for length in [*lengths[:30], None, NAN, *lengths[30:]]:
         holed.update(length)
     assert holed.surge_step == plain.surge_step + 2 == 64
     assert holed.ratio == plain.ratio and holed.rollouts == 102 and holed.measured == 100
@@ -212,8 +202,7 @@ def test_a_wide_surge_is_located_within_8_steps(peak: float, at: int, drift: flo
 def test_an_alarm_is_judged_by_the_level_before_it_which_does_not_follow_the_surge(
     peak: float, rise: float, least: float
 ) -> None:
-    curves = length_curves(100, peak=peak, width=rise / 4.394, cv=0.1, seed=4)
-    found = surge_steps(curves)
+    found = surge_steps(length_curves(100, peak=peak, width=rise / 4.394, cv=0.1, seed=4))
     assert sum(step is not None for step in found) >= least * len(found)
 
 

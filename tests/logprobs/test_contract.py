@@ -39,30 +39,6 @@ def test_a_row_does_not_depend_on_its_batch_its_position_or_its_strides(monkeypa
         torch.set_num_threads(threads)
 
 
-def test_padded_layout_equals_packed_for_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 40)
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(5, 3, 17, generator=generator).transpose(0, 1)
-    targets = torch.randint(0, 17, (3, 5), generator=generator)
-    mask, temperature = torch.rand(3, 5, generator=generator) < 0.7, 0.5 + torch.rand(3, 5, generator=generator)
-    up = torch.randn(3, 5, generator=generator)
-    for support in (None, random_support(targets.reshape(-1), 17, generator)):
-        padded, packed = logits.detach().requires_grad_(), logits.reshape(15, 17).detach().requires_grad_()
-        lp, entropy = vocab_parallel_logprobs(
-            padded, targets, mask=mask, temperature=temperature, support=support, with_entropy=True
-        )
-        flat_lp, flat_entropy = vocab_parallel_logprobs(
-            packed, targets.reshape(-1), mask=mask.reshape(-1), temperature=temperature.reshape(-1), support=support,
-            with_entropy=True,
-        )  # fmt: skip
-        assert lp.shape == (3, 5) and torch.equal(lp.reshape(-1), flat_lp)
-        assert torch.equal(entropy.reshape(-1), flat_entropy)
-        (lp * up + entropy).sum().backward()
-        (flat_lp * up.reshape(-1) + flat_entropy).sum().backward()
-        assert padded.grad is not None and packed.grad is not None
-        assert torch.equal(padded.grad.reshape(15, 17), packed.grad)
-
-
 @pytest.mark.parametrize("with_support", [False, True])
 def test_inplace_backward_gives_the_same_gradient_in_the_memory_of_the_logits(with_support: bool) -> None:
     hidden, targets = random_logits(6, 8)

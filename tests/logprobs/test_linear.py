@@ -39,8 +39,7 @@ def test_values_and_gradients_equal_the_fp64_truth(
     case = head_case()
     options = softmax(case)
     true = exact(case, factor=0.7, **options)
-    found = by_head(case, fused=fused, factor=0.7, chunk=chunk, **options)
-    assert max(map(distance, found, true)) <= 1e-12
+    assert max(map(distance, by_head(case, fused=fused, factor=0.7, chunk=chunk, **options), true)) <= 1e-12
 
 
 @FUSED
@@ -55,8 +54,7 @@ def test_rows_without_loss_are_left_out_exactly(
     true = exact(case, factor=0.7, **options)
     # what the head does not read may hold anything
     spoiled = case._replace(hidden=torch.where(mask[:, None], case.hidden, torch.nan))
-    rows = mask.nonzero()[:, 0]
-    found = by_head(spoiled, fused=fused, factor=0.7, chunk=3, rows=rows, backend=backend, **options)
+    found = by_head(spoiled, fused=fused, factor=0.7, chunk=3, rows=mask.nonzero()[:, 0], backend=backend, **options)
     assert max(map(distance, found, true)) <= (1e-12 if backend == "torch" else 5e-6)
     assert not found.by_hidden[~mask].any()
 
@@ -131,10 +129,9 @@ def test_a_tied_embedding_keeps_its_own_gradient() -> None:
     case = head_case()
     hidden, weight = with_main_grad(case)
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    embedded = (weight[:2] * 3).sum()
     given, options = case.of_loss()
     loss = linear_policy_loss(hidden, weight, case.targets, *given, with_entropy=True, **grouped(**options)).loss
-    (loss + embedded).backward()
+    (loss + (weight[:2] * 3).sum()).backward()
     alone = torch.zeros_like(weight)
     alone[:2] = 3
     assert weight.grad is not None and torch.equal(weight.grad, alone)
@@ -195,9 +192,8 @@ def test_a_gradient_other_than_upstream_is_refused() -> None:
 
 def test_no_token_is_a_loss_of_zero() -> None:
     case = head_case()
-    none = torch.zeros(0, dtype=torch.int64)
     batch = {**case.batch, "scale": torch.zeros_like(case.batch["scale"])}
-    found = by_head(case._replace(batch=batch), fused=True, rows=none)
+    found = by_head(case._replace(batch=batch), fused=True, rows=torch.zeros(0, dtype=torch.int64))
     assert found.loss == 0 and not found.by_hidden.any() and not found.by_weight.any()
 
 

@@ -43,8 +43,7 @@ def one_loss(rank: int, aggregation: Any) -> dict[str, Any]:
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=draw)[rows]
     loss_mask = (torch.rand(tokens, generator=draw) < 0.7)[rows]
     old, rollout, reference = (-2.5 + 0.5 * normal(tokens)[rows] for _ in range(3))
-    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), cu_seqlens.long().diff())
-    advantages = normal(len(LENGTHS))[sequence]
+    advantages = normal(len(LENGTHS))[torch.repeat_interleave(torch.arange(len(LENGTHS)), cu_seqlens.long().diff())]
     gate = Rejection(level="sequence", reduce="mean", upper=1.5)
     corrected = correct(
         old, rollout, loss_mask, correction=RolloutCorrection(Weight("sequence", upper=2.0), (gate,)),

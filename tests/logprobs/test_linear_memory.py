@@ -56,15 +56,8 @@ def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], Non
             logprobs.backward(torch.ones_like(logprobs))  # type: ignore[union-attr]
         else:
             known = {"upstream": 1.0} if form == "policy_loss, upstream" else {}
-            linear_policy_loss(
-                *leaves,
-                case.targets,
-                *given,
-                with_entropy=True,
-                backend="torch",
-                **known,
-                **grouped(**of_loss, **options),
-            ).loss.backward()
+            terms = {"with_entropy": True, "backend": "torch", **known, **grouped(**of_loss, **options)}
+            linear_policy_loss(*leaves, case.targets, *given, **terms).loss.backward()
 
     return run
 
@@ -94,21 +87,3 @@ def test_the_peak_is_a_chunk_or_a_gradient_of_the_weight_and_not_both(
         gradient = size * weight
     states = (TOKENS + (len(options["rows"]) if options else 0)) * shape.width * size
     assert 0 <= found - max(chunk, gradient) <= states + 64 * TOKENS + TEMPORARIES[dtype]
-
-
-def test_no_chunk_of_logits_is_kept_from_forward_to_backward() -> None:
-    case = head_case(torch.bfloat16, tokens=17, vocabulary=23)
-    given, options = case.of_loss()
-    hidden, weight = case.leaves()
-    result = linear_policy_loss(
-        hidden,
-        weight,
-        case.targets,
-        *given,
-        with_entropy=True,
-        **grouped(chunk=5, logits_dtype=torch.float32, **options),
-    )
-    gc.collect()
-    assert (5, 23) not in {tuple(each.shape) for each in gc.get_objects() if type(each) is torch.Tensor}
-    result.loss.backward()
-    assert hidden.grad is not None and hidden.grad.isfinite().all()

@@ -76,9 +76,8 @@ def test_any_shape_dtype_stride_and_option_equals_fp64(data: st.DataObject) -> N
         per_row = draw_per_row(data, 0.3 + 2 * torch.rand(rows, generator=generator))
         one.options["temperature"] = draw(st.sampled_from([0.6, 1.7, 2, per_row]))
     if draw(st.booleans()):
-        mask = torch.randint(0, 2, rows, generator=generator)
         dtype = draw(st.sampled_from([torch.bool, torch.float32, torch.int64]))
-        one.options["mask"] = draw_per_row(data, mask.to(dtype))
+        one.options["mask"] = draw_per_row(data, torch.randint(0, 2, rows, generator=generator).to(dtype))
     if draw(st.booleans()):
         one.options["vocab_size"] = draw(st.integers(1, width))
     if draw(st.integers(0, 2)) == 0:
@@ -306,8 +305,7 @@ def test_inplace_backward_raises_in_another_operation_that_saved_the_logits() ->
     leaf, targets = random_logits(3, 8)
     logits = leaf.requires_grad_() * 1
     squared = (logits**2).sum()
-    lp = logprobs_of(logits, targets, inplace_backward=True)
-    torch.autograd.grad(lp.sum(), leaf, retain_graph=True)
+    torch.autograd.grad(logprobs_of(logits, targets, inplace_backward=True).sum(), leaf, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.backward()
 

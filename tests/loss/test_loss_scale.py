@@ -53,12 +53,6 @@ def test_the_sum_of_scaled_losses_is_the_aggregation(
     assert torch.equal(in_rows, padded(scale, lengths))
 
 
-def test_rejected_tokens_stay_in_the_denominator() -> None:
-    loss_mask, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, False, False, True])
-    assert loss_scale(loss_mask, kept).tolist() == [0.25] * 4
-    assert loss_scale(loss_mask, kept, denominator="kept").tolist() == [0.5] * 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -82,10 +76,9 @@ def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor
     batch = random_batch(lengths, 5)
     cp_groups, dp_groups = [[dist.new_group(r) for r in pair] for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     data, context = divmod(rank, 2)
-    sequences = [[0, 3, 4], [1, 2, 5]][data]
     starts = batch["cu_seqlens"].tolist()
     rows, local = [], [0]
-    for i in sequences:
+    for i in [[0, 3, 4], [1, 2, 5]][data]:
         middle = starts[i] + (lengths[i] + 1) // 2
         part = range(starts[i], middle) if context == 0 else range(middle, starts[i + 1])
         rows += part

@@ -19,8 +19,7 @@ def test_the_story_of_the_room_is_the_loss() -> None:
     mask, corrected, leaves = batch["loss_mask"], corrected_of(batch), [batch["current"].clone() for _ in range(2)]
     given = batch["old"], batch["advantages"], corrected
     simple = story(room)["simple_policy_loss"](leaves[0].requires_grad_(), *given, mask)
-    scale = loss_scale(mask, batch["mask"]).double()
-    real = policy_loss(leaves[1].requires_grad_(), *given, scale=scale).loss
+    real = policy_loss(leaves[1].requires_grad_(), *given, scale=loss_scale(mask, batch["mask"]).double()).loss
     for found in (simple, real):
         found.backward()
     torch.testing.assert_close(simple, real, rtol=1e-6, atol=0)

@@ -66,11 +66,7 @@ def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
         (DENSE, {"pipeline": 3}, "num_hidden_layers must be divisible by parallel.pipeline"),
         (DENSE, {"expert": 2}, "parallel.expert=2 needs a model with experts"),
         (MOE, {"expert": 3}, "num_experts must be divisible by parallel.expert"),
-        (
-            MOE | {"moe_intermediate_size": 25},
-            {"tensor": 2},
-            "moe_intermediate_size must be divisible by parallel.tensor",
-        ),
+        (MOE | {"moe_intermediate_size": 25}, {"tensor": 2}, "moe_intermediate_size must be divisible by parallel.te"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_by_field(

@@ -19,8 +19,7 @@ def test_query_groups_are_interleaved_as_megatron_splits_them() -> None:
     # 4 heads and 2 groups of size 16: rows are numbered so that q, k and v are told apart
     q, k, v = torch.arange(64.0), 100 + torch.arange(32.0), 200 + torch.arange(32.0)
     joined = parameter.join([x[:, None] for x in (q, k, v)])
-    expected = torch.cat([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]])
-    assert torch.equal(joined[:, 0], expected)
+    assert torch.equal(joined[:, 0], torch.cat([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]]))
     for part, original in zip(parameter.split(joined), (q, k, v), strict=True):
         assert torch.equal(part[:, 0], original)
 

@@ -59,8 +59,7 @@ def test_the_dump_says_of_every_token_in_how_many_layers_its_experts_moved(
     folder, done = jobs
     assert done[list(CASES).index(case)][0] == 0
     reported = [r["old/route_any_diff"] for r in read_metrics(folder / case) if r["phase"] == "rl" and r["step"]]
-    steps = list(read_dump(folder / case / "dump"))
-    for records, mean in zip(steps, reported, strict=True):
+    for records, mean in zip(list(read_dump(folder / case / "dump")), reported, strict=True):
         shares = [share for r in records for share in r["routes_shifted"]]
         assert set(shares) <= {0.0, 0.5, 1.0} and sum(shares) / len(shares) == pytest.approx(mean, rel=1e-6)
         assert all(len(r["routes_shifted"]) == len(r["rollout_logprobs"]) for r in records)

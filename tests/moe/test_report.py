@@ -106,8 +106,7 @@ def test_the_picture_holds_every_cell_in_its_colour() -> None:
 
 
 def test_a_map_of_both_signs_has_nothing_in_its_middle() -> None:
-    signed = HeatMap("t", "u", "m", [[-1.0, 0.0, 4.0]], ["0"], list("abc"), "layer", "expert")
-    svg = heat_map.heat_map(signed)
+    svg = heat_map.heat_map(HeatMap("t", "u", "m", [[-1.0, 0.0, 4.0]], ["0"], list("abc"), "layer", "expert"))
     (image,) = re.findall(r"data:image/png;base64,([^\"]+)", svg)
     (row,) = pixels(base64.b64decode(image))
     assert row[1] is not None and len(set(row[1])) == 1, "grey"
@@ -118,14 +117,3 @@ def test_many_steps_are_merged_into_means(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(heat_map, "MAX_COLUMNS", 3)
     cells, columns = merged([[1.0, 3.0, math.nan, 5.0, 6.0, math.nan, math.nan]], list("abcdefg"))
     assert columns == ["a", "c", "e"] and cells[0] == [2.0, 5.0, 6.0]
-
-
-def test_the_report_stays_small(tmp_path: Path) -> None:
-    layers = [i / 48 for i in range(48)]
-    experts = [[0.001 * i for i in range(128)]] * 48
-    lists = {f"old/{panel.name}": layers for panel in HEAT_PANELS if panel.rows == "layer"}
-    write_all(tmp_path, [{**record, **lists, f"old/{EXPERTS.name}": experts} for record in rl(range(60))])
-    text = write_report(tmp_path).read_text()
-    images = re.findall(r"data:image/png;base64,([^\"]+)", text)
-    assert len(images) == len(lists) + 1 and all(pixels(base64.b64decode(image)) for image in images)
-    assert len(text) < 200_000

@@ -87,8 +87,7 @@ def flat(value: Any) -> list[float]:
 
 
 def test_router_kl_and_gates_use_the_other_routers_log_probs_where_they_are_known() -> None:
-    other = RouteTable(TWO, SAMPLED, logprobs=OTHER_ROUTER.log()[SAMPLED])
-    found = by_hand(other)
+    found = by_hand(RouteTable(TWO, SAMPLED, logprobs=OTHER_ROUTER.log()[SAMPLED]))
     kl = {ids: two_and_rest(ids) for ids in ((0, 1), (0, 2), (1, 2), (2, 3))}
     assert found["route_kl_by_layer"] == pytest.approx(
         [(kl[0, 1] + kl[0, 2] + kl[1, 2]) / 3, (kl[2, 3] + kl[2, 3] + kl[1, 2]) / 3], rel=1e-6
@@ -106,8 +105,7 @@ def two_and_rest(ids: tuple[int, int]) -> float:
 
 
 def test_router_kl_is_exact_over_all_experts_and_below_it_over_some() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = torch.randn(2, 50, 6, generator=generator).log_softmax(-1)
+    p, q = torch.randn(2, 50, 6, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum(-1).double()
     torch.testing.assert_close(router_kl(p, q), exact, rtol=1e-5, atol=1e-6)
     assert ((some := router_kl(p[:, :3], q[:, :3])) <= exact + 1e-6).all() and (some > 0).all()
@@ -227,5 +225,4 @@ def test_shift_and_mismatch_are_pooled_together_under_one_prefix() -> None:
     pair = pair_metrics(one, one * 1.1, one.bool(), sequences=False)
     expected = {f"old/{name}": value for part in (shift, pair) for name, value in part.values().items()}
     for first, second in ((shift, pair), (pair, shift)):
-        merged = MetricSums().merge(first.prefixed("old/")).merge(second.prefixed("old/"))
-        same(merged.values(), expected)
+        same(MetricSums().merge(first.prefixed("old/")).merge(second.prefixed("old/")).values(), expected)

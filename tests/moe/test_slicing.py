@@ -67,8 +67,7 @@ def reference_rows(
         parts.append(torch.stack([chunks[rank], chunks[2 * size - 1 - rank]]).flatten())
         start += length
     rows = torch.cat(parts)
-    short = torch.full((-len(rows) % tensor[0],), -1)
-    return torch.cat([rows, short]).view(tensor[0], -1)[tensor[1]]
+    return torch.cat([rows, torch.full((-len(rows) % tensor[0],), -1)]).view(tensor[0], -1)[tensor[1]]
 
 
 def drawn(seed: int, tokens: int) -> Tensor:
@@ -103,8 +102,7 @@ def test_every_rank_replays_and_records_its_part_of_what_one_process_does(
                 for micro, chunk in itertools.product(range(len(LENGTHS)), range(virtual)):
                     mine = rows[micro]
                     assert torch.equal(mine, reference_rows(LENGTHS[micro], (context, c), (tensor, t), multiple))
-                    target = take_rows(tables[micro][:, moe], mine, SHAPE)
-                    with schedule.forward(chunk, target=target):
+                    with schedule.forward(chunk, target=take_rows(tables[micro][:, moe], mine, SHAPE)):
                         for layer, router in routers[chunk].items():
                             used = router(scores[micro][mine.clamp(min=0), layer])
                             assert torch.equal(used[mine >= 0], tables[micro][mine[mine >= 0], layer])
@@ -117,8 +115,7 @@ def test_every_rank_replays_and_records_its_part_of_what_one_process_does(
     for layer, micros in seen.items():
         for micro, parts in enumerate(micros):
             rows = [local_rows(LENGTHS[micro], context_rank=c, tensor_rank=t, **cut) for c, t in places]
-            joined = join_rows(parts, rows, sum(LENGTHS[micro]))
-            assert torch.equal(joined.long(), live[micro][:, layer])
+            assert torch.equal(join_rows(parts, rows, sum(LENGTHS[micro])).long(), live[micro][:, layer])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -132,9 +129,8 @@ def test_without_padding_the_rows_are_those_of_the_token_batch(size: int) -> Non
 
 
 def test_the_last_token_of_a_sequence_gets_distinct_experts_and_dense_layers_are_left_out() -> None:
-    shape = MoeShape(3, (0, 2), top_k=2, num_experts=3)
     routes = torch.stack([torch.tensor([[1, 0], [9, 9], [2, 1]])] * 7)
-    table = sampler_table(routes, torch.tensor([0, 3, 3, 7]), shape)
+    table = sampler_table(routes, torch.tensor([0, 3, 3, 7]), MoeShape(3, (0, 2), top_k=2, num_experts=3))
     assert table.ids.shape == (7, 2, 2) and table.ids.dtype == torch.int16
     for row in (0, 1, 3, 4, 5):
         assert table.ids[row].tolist() == [[1, 0], [2, 1]]

@@ -132,11 +132,7 @@ def test_the_title_of_the_picture_counts_the_seeds_that_separated(
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
-    [
-        ({"exact": "none"}, "must differ"),
-        ({"points": 0}, "points must be > 0"),
-        ({"labels": {"frsh": "a"}}, "labels names 'frsh'"),
-    ],
+    [({"exact": "none"}, "must differ"), ({"points": 0}, "must be > 0"), ({"labels": {"frsh": "a"}}, "names 'frsh'")],
 )
 def test_a_comparison_that_cannot_be_is_one_sentence(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

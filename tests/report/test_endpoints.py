@@ -47,8 +47,7 @@ def test_a_mean_exactly_the_share_below_the_maximum_has_fallen() -> None:
 
 def test_the_maximum_is_that_of_means_up_to_the_evaluation_and_one_bad_evaluation_is_no_fall() -> None:
     assert judged(0.9, 0.9, 0.9, 0.3, 0.9, 0.9, 0.9).fell_at is None
-    slow = [0.1 * i for i in range(1, 10)]
-    assert judged(*slow).fell_at is None
+    assert judged(*[0.1 * i for i in range(1, 10)]).fell_at is None
     assert judged(0.4, 0.9, 0.4, *[0.4] * 5).fell_at is None  # the best mean is .57, not .9
 
 
@@ -62,12 +61,10 @@ def test_what_is_not_finite_is_a_collapse_at_its_step() -> None:
     records[5]["grad_norm"] = None
     assert outcome_of(records, RULES).collapsed_at == 5
     for no_gradient in ({"updates": 0.0}, {"skipped_updates": 1.0}):  # no update, or one that a loss scale skipped
-        skipped = [*records[:5], records[5] | no_gradient, *records[6:]]
-        assert outcome_of(skipped, RULES).collapsed_at is None
+        assert outcome_of([*records[:5], records[5] | no_gradient, *records[6:]], RULES).collapsed_at is None
     records[5]["updates"] = 0.0
     records[6]["eval/accuracy"] = None
-    warmup = {"phase": "warmup", "step": 3, "eval/accuracy": None}
-    assert outcome_of([warmup, *records], RULES).collapsed_at == 6
+    assert outcome_of([{"phase": "warmup", "step": 3, "eval/accuracy": None}, *records], RULES).collapsed_at == 6
 
 
 def test_a_fall_that_the_run_ends_in_is_neither_collapse_nor_relapse() -> None:
@@ -90,7 +87,6 @@ def test_rules_that_cannot_act_are_refused(fields: dict[str, float]) -> None:
 
 
 def test_a_run_that_stopped_because_log_probs_were_not_finite_has_collapsed_and_failed() -> None:
-    records = [{"step": i, "eval/accuracy": 0.5} for i in range(4)]
-    result = outcome_of(records, RULES, stopped=True)
+    result = outcome_of([{"step": i, "eval/accuracy": 0.5} for i in range(4)], RULES, stopped=True)
     assert (result.collapsed_at, result.reason, result.last_step) == (4, "not finite", 3)
     assert failed(result.final, 0.1, RULES)

@@ -46,10 +46,9 @@ def settings(lag: int, correction: str) -> dict[str, Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The report of three runs, of one of them, and the analyses of a bug and of lag."""
     folder = tmp_path_factory.mktemp("pages")
-    title = "Rollouts 16 updates old (off-policy lag)"
     labels = {"uncorrected": "16 updates old, no correction", "seq-tis": "16 updates old, seq-tis"}
     comparison = Comparison(
-        title=title,
+        title="Rollouts 16 updates old (off-policy lag)",
         exact="exact",
         uncorrected="uncorrected",
         corrected="seq-tis",
@@ -99,8 +98,7 @@ def test_every_page_is_readable_at_every_width(dark: bool, pages: dict[str, str]
 
 
 def test_the_heading_of_every_page_is_its_verdict(pages: dict[str, str]) -> None:
-    headings = {name: re.findall(r"<h1[^>]*>(.*?)</h1>", text) for name, text in pages.items()}
-    assert headings == {
+    assert {name: re.findall(r"<h1[^>]*>(.*?)</h1>", text) for name, text in pages.items()} == {
         "report": ["Rollouts 16 updates old (off-policy lag): 37 % without correction, 92 % with seq-tis"],
         "job": ["quickstart: 40.0 % → 34.0 % held-out accuracy"],
         "analysis": ["BUG: the two sides do not compute the same thing"],

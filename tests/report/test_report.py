@@ -23,12 +23,6 @@ from megatron_rc.training.fingerprint import fingerprint
 ROOT = Path(__file__).parents[2]
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    records = [*warmup(range(1, 4)), *rl(range(4))]
-    write_all(tmp_path, records)
-    assert read_metrics(tmp_path) == records == read_metrics(tmp_path / "metrics.jsonl")
-
-
 def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": 3, "f": "x", "g": None}
     write_all(tmp_path, [{"step": 1, **values}])

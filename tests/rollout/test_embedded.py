@@ -109,9 +109,8 @@ def kept_by_hand(logits: list[float], temperature: float, top_k: int, top_p: flo
 def test_logprobs_are_renormalised_over_the_kept_ids(top_k: int, top_p: float, pair: Any) -> None:
     model, weights = pair("dense")
     params = SamplingParams(max_new_tokens=6, temperature=1.3, top_k=top_k, top_p=top_p, stop_token_ids=(2,))
-    samples = engine_of("dense", weights).generate(PROMPTS, params, n=4, seeds=range(20))
     sizes = set()
-    for sample in samples:
+    for sample in engine_of("dense", weights).generate(PROMPTS, params, n=4, seeds=range(20)):
         assert sample.support is not None and len(sample.support) == len(sample.output_ids)
         for logits, token, logprob, kept in zip(
             reference_logits(model, sample).tolist(), sample.output_ids, sample.logprobs, sample.support, strict=True
@@ -153,8 +152,7 @@ def test_hidden_sampling_changes_what_is_drawn_and_nothing_that_is_reported(hidd
 
 def test_the_stop_token_ends_the_response_and_is_part_of_it(pair: Any) -> None:
     engine = engine_of("dense", pair("dense")[1])
-    free = SamplingParams(max_new_tokens=5)
-    free_samples = engine.generate(PROMPTS, free, n=8, seeds=range(40))
+    free_samples = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5), n=8, seeds=range(40))
     assert all(s.finish_reason == "length" and len(s.output_ids) == 5 for s in free_samples)
     stops = (free_samples[0].output_ids[0], free_samples[3].output_ids[4])
     params = SamplingParams(max_new_tokens=5, stop_token_ids=stops)
@@ -227,15 +225,13 @@ def test_sampled_frequencies_match_the_distribution_of_token_pairs(pair: Any) ->
     for sample in samples:
         observed[sample.output_ids[0], sample.output_ids[1]] += 1
     assert min(expected.values()) > 0.5
-    statistic = sum((observed[pair] - mean) ** 2 / mean for pair, mean in expected.items())
     # 35 degrees of freedom: 73.2 is exceeded once in 5,000 sets of seeds
-    assert 12 < statistic < 73.2
+    assert 12 < sum((observed[pair] - mean) ** 2 / mean for pair, mean in expected.items()) < 73.2
 
 
 def test_a_draw_never_lands_on_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf, -math.inf]]).expand(5, -1)
-    uniforms = torch.tensor([0.0, 0.2689, 0.2690, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    drawn = draw(logits, SamplingParams(), uniforms)
+    drawn = draw(logits, SamplingParams(), torch.tensor([0.0, 0.2689, 0.2690, 0.5, 1 - 2.0**-53], dtype=torch.float64))
     # the first of the two has probability 1 / (1 + e) = 0.26894
     assert drawn.ids.tolist() == [1, 1, 3, 3, 3]
     assert torch.allclose(drawn.logprobs.exp(), torch.tensor([0.26894, 0.26894, 0.73106, 0.73106, 0.73106]), atol=1e-5)
@@ -260,8 +256,7 @@ def test_half_precision_differs_from_fp32_a_little_and_its_logprobs_are_fp32(kin
         train = reference_logits(model, sample).log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])
         ell.append(train[:, 0] - torch.tensor(sample.logprobs))
     log_ratio = torch.cat(ell).double()
-    k3 = (log_ratio.exp() - 1 - log_ratio).mean().item()
-    assert 1e-8 < k3 < 1e-2
+    assert 1e-8 < (log_ratio.exp() - 1 - log_ratio).mean().item() < 1e-2
     values = torch.tensor([value for s in samples for value in s.logprobs])
     assert not torch.equal(values, values.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float())
 

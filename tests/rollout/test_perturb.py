@@ -8,37 +8,23 @@ from megatron_rc.rollout.perturb import amplified, perturbed
 from megatron_rc.rollout.quantize import is_quantizable, quantized
 from megatron_rc.settings.quantization import QUANTIZATIONS
 
+LINEAR = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.experts.3.down_proj")]
+
 
 def example_weight(out: int = 24, width: int = 40) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    channels = torch.logspace(-3, 2, out)[:, None]
-    return torch.randn(out, width, generator=generator) * channels
+    return torch.randn(out, width, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 2, out)[:, None]
 
 
 def example_stream() -> list[tuple[str, Tensor]]:
     weight = example_weight()
-    names = [
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_norm.weight",
-        "model.layers.0.mlp.gate.weight",
-        "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.0.mlp.experts.3.down_proj.weight",
-        "lm_head.weight",
-    ]
-    vectors = ("norm.weight", "bias")
-    return [(name, weight[0] if name.endswith(vectors) else weight) for name in names]
+    others = ("input_layernorm.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight", "mlp.gate.weight")
+    names = ["model.embed_tokens.weight", *(f"model.layers.0.{name}" for name in others), *LINEAR, "lm_head.weight"]
+    return [(name, weight[0] if name.endswith(("norm.weight", "bias")) else weight) for name in names]
 
 
 def test_only_linear_matrices_are_quantised() -> None:
     changed = {name for name, tensor in example_stream() if is_quantizable(name, tensor)}
-    assert changed == {
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.0.mlp.experts.3.down_proj.weight",
-    }
+    assert changed == {*LINEAR}
     for (name, before), (same_name, after) in zip(
         example_stream(), perturbed(example_stream(), quantize="int8", noise=1), strict=True
     ):

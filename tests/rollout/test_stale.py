@@ -68,8 +68,7 @@ def test_the_queue_survives_a_checkpoint() -> None:
 
 
 def test_the_newest_version_given_again_replaces_itself() -> None:
-    engine = StaleEngine(RecordingEngine(), 1)
-    assert updates(engine, [0, 1, 1, 2]) == [(0, 0.0), (0, 0.0), (0, 0.0), (1, 10.0)]
+    assert updates(StaleEngine(RecordingEngine(), 1), [0, 1, 1, 2]) == [(0, 0.0), (0, 0.0), (0, 0.0), (1, 10.0)]
     first = StaleEngine(RecordingEngine(), 1)
     first.update_weights([("model.w", torch.tensor(1.0))], 0)
     first.update_weights([("model.w", torch.tensor(2.0))], 0)

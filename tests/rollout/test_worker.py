@@ -128,8 +128,7 @@ def test_the_process_ends_with_its_parent_also_in_the_middle_of_a_request(tmp_pa
         "    print(engine.pid, flush=True)\n"
         "    engine.generate([[scripted_engine.ENDLESS]], SamplingParams(), n=1, seeds=[1])\n"
     )
-    path = f"{SUPPORT}:{SUPPORT.parents[1]}"
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
     command = [sys.executable, str(program)]
     parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert parent.stdout is not None

@@ -130,8 +130,7 @@ def test_a_base_that_is_missing_or_leads_back_is_one_sentence(tmp_path: Path) ->
 
 
 def test_one_long_line_is_yaml_text_and_not_the_name_of_a_file():
-    text = "{task: {options: {path: " + "x" * 400 + "}}}"
-    assert schema.load_yaml(text)["task"]["options"]["path"] == "x" * 400
+    assert schema.load_yaml("{task: {options: {path: " + "x" * 400 + "}}}")["task"]["options"]["path"] == "x" * 400
 
 
 def test_set_reads_the_value_as_yaml_and_makes_missing_sections():
@@ -151,8 +150,7 @@ def test_every_field_of_the_settings_is_documented():
 
 @pytest.mark.parametrize("page", ["settings", "presets", "metrics", "versions"])
 def test_reference_pages_are_what_the_command_prints(page: str):
-    printed = CliRunner().invoke(app, [page]).stdout
     committed = (ROOT / "docs" / f"{page}.md").read_text()
     if page == "presets":  # tables of finished runs follow
         committed = committed[: committed.index("\n## ")]
-    assert committed == printed, f"megatron-rc {page} > docs/{page}.md"
+    assert committed == CliRunner().invoke(app, [page]).stdout, f"megatron-rc {page} > docs/{page}.md"

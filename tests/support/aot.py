@@ -57,13 +57,13 @@ class _ReadTable(dict[str, Any]):
         for at, name in self.reads:
             entry = self.get(name)
             # a block may have two dimensions
-            if at == last and entry.options == launch.options and entry.block in _products(numbers):
+            if (
+                at == last
+                and entry.options == launch.options
+                and entry.block in {a * b for a in numbers for b in numbers}
+            ):
                 return name
         return None
-
-
-def _products(numbers: set[int]) -> set[int]:
-    return {a * b for a in numbers for b in numbers}
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,8 @@ def specialised(launch: Launch, target: str) -> Iterator[Source]:
     yield _specialised("unaligned", launch, target)
     if target == ONE_TARGET:
         # an integer argument of 1 is a constant of the compiled kernel, with other methods than a number on the device
-        ones = _with_integers(launch, 1, lambda name: True)
-        yield _specialised("integers of 1", ones, target)
-        wide = _with_integers(launch, 2**33, lambda name: "stride" in name)
-        yield _specialised("int64 strides", wide, target)
+        yield _specialised("integers of 1", _with_integers(launch, 1, lambda name: True), target)
+        yield _specialised("int64 strides", _with_integers(launch, 2**33, lambda name: "stride" in name), target)
 
 
 def _specialised(variant: str, launch: Launch, target: str) -> Source:

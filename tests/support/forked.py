@@ -11,11 +11,6 @@ METHOD = "forkserver"
 """Start method of multiprocessing."""
 
 
-def share_server() -> None:
-    """Make a forked process ask the server that it comes from for further ones, instead of starting another."""
-    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
-
-
 def start_server() -> None:
     """Start the process that others are forked from, where it does not run yet."""
     # nothing may touch CUDA before a rank is forked, or stand in for it where there is a card

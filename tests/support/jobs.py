@@ -15,14 +15,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import forked
 import psutil
+import refusals
 from cluster_nodes import free_port
-from refusals import outcome
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
@@ -166,7 +167,7 @@ def _outcomes(
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _become(environment, folder)
     sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
-    answers.send([outcome(arguments) for arguments in commands])
+    answers.send([refusals.run(*arguments)[::2] for arguments in commands])
 
 
 def _become(environment: dict[str, str], folder: Path) -> None:
@@ -176,7 +177,8 @@ def _become(environment: dict[str, str], folder: Path) -> None:
     from megatron_rc.rollout import worker
 
     worker.START_METHOD = forked.METHOD
-    forked.share_server()
+    # it asks the server that it comes from for further processes, instead of starting another
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
 
 
 DENSE: dict[str, Any] = {

@@ -45,9 +45,8 @@ def rollouts(steps: int) -> Tensor:
 
 def noisy(mean: Tensor, runs: int, *, cv: float = 0.1, correlation: float = 0.0, seed: int = 0) -> list[list[float]]:
     """``runs`` curves around ``mean`` [steps], with the log-normal noise of `length_curves`."""
-    generator = torch.Generator().manual_seed(seed)
     steps = len(mean)
-    z = torch.randn(runs, steps, generator=generator, dtype=torch.float64)
+    z = torch.randn(runs, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for i in range(1, steps if correlation else 0):
         z[:, i] = correlation * z[:, i - 1] + math.sqrt(1 - correlation**2) * z[:, i]
     s = math.sqrt(math.log1p(cv**2))
@@ -61,8 +60,7 @@ def capped(mean: Tensor, cap: float, sigma: float = 0.5) -> tuple[Tensor, Tensor
         mean: [steps], of the lengths without a cap.
         sigma: of their logarithms.
     """
-    location = mean.log() - sigma**2 / 2
-    z = (math.log(cap) - location) / sigma
+    z = (math.log(cap) - (mean.log() - sigma**2 / 2)) / sigma
     truncated = torch.special.ndtr(-z)
     return mean * torch.special.ndtr(z - sigma) + cap * truncated, truncated
 
@@ -85,8 +83,7 @@ QUIET: dict[str, dict[str, Any]] = {
 def quiet_curves(name: str, runs: int, steps: int = 400, seed: int = 7) -> list[list[float]]:
     """``runs`` curves of one kind of `QUIET`."""
     noise = dict(QUIET[name])
-    shape = noise.pop("shape", torch.ones_like)
-    return noisy(1000 * shape(rollouts(steps)), runs, seed=seed, **noise)
+    return noisy(1000 * noise.pop("shape", torch.ones_like)(rollouts(steps)), runs, seed=seed, **noise)
 
 
 def surge_steps(

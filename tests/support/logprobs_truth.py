@@ -75,8 +75,7 @@ def random_support(targets: Tensor, width: int, generator: torch.Generator) -> S
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    lp = vocab_parallel_logprobs(logits, targets, **options)
-    return lp
+    return vocab_parallel_logprobs(logits, targets, **options)
 
 
 def errors_of_close_logits(*, kept: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -85,8 +84,7 @@ def errors_of_close_logits(*, kept: bool, backend: str) -> tuple[Tensor, Tensor]
     Adjacent logits are as far apart as fp32 numbers of their size are. Divided first, they would be rounded to numbers
     as far apart as their quotients.
     """
-    steps = torch.arange(9.0)
-    logits = (torch.tensor([[60.0], [-60.0], [33.0]]) - steps * 2**-18).repeat(3, 1).requires_grad_()
+    logits = (torch.tensor([[60.0], [-60.0], [33.0]]) - torch.arange(9.0) * 2**-18).repeat(3, 1).requires_grad_()
     targets, temperature = torch.tensor([0, 3, 8] * 3), torch.tensor([0.7, 0.9, 1.3]).repeat_interleave(3)
     options: dict[str, Any] = {"temperature": temperature}
     if kept:

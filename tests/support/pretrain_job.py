@@ -37,8 +37,7 @@ def rollouts():
         generator = torch.Generator().manual_seed(1000 * rank + number)
         tokens = torch.randint(0, VOCABULARY, (2, ROWS + 1), generator=generator)
         gap = 0.3 * torch.randn(2, ROWS, generator=generator)
-        lengths = torch.randint(3, ROWS, (2,), generator=generator)
-        yield tokens, gap, lengths
+        yield tokens, gap, torch.randint(3, ROWS, (2,), generator=generator)
 
 
 def policy_gradient(targets, gap, mask, output):
@@ -55,10 +54,8 @@ def policy_gradient(targets, gap, mask, output):
 def forward_step(data_iterator, model):
     tokens, gap, lengths = next(data_iterator)
     positions = torch.arange(ROWS)[None].expand(2, -1)
-    future = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1)
-    output = model(tokens[:, :-1], positions, future)
-    mask = torch.arange(ROWS) < lengths[:, None]
-    return output, functools.partial(policy_gradient, tokens[:, 1:], gap, mask)
+    output = model(tokens[:, :-1], positions, torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1))
+    return output, functools.partial(policy_gradient, tokens[:, 1:], gap, torch.arange(ROWS) < lengths[:, None])
 
 
 def datasets(sizes, vp_stage=None):

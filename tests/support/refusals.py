@@ -29,9 +29,3 @@ def run(*arguments: object) -> Ended:
         except SystemExit as stopped:
             status = int(stopped.code or 0)
     return Ended(status, out.getvalue(), error.getvalue())
-
-
-def outcome(arguments: list[str]) -> tuple[int, str]:
-    """(exit status, stderr)."""
-    ended = run(*arguments)
-    return ended.status, ended.stderr

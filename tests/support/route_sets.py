@@ -21,8 +21,7 @@ def random_routes(
         return torch.rand(tokens, layers, width, generator=generator).argsort(-1)
 
     a, other = drawn(max(experts, k))[..., :k], drawn(max(experts, k))[..., :k]
-    same = torch.rand(tokens, layers, 1, generator=generator) < 0.5
-    b = torch.where(same, a.gather(-1, drawn(k)), other)
+    b = torch.where(torch.rand(tokens, layers, 1, generator=generator) < 0.5, a.gather(-1, drawn(k)), other)
     hidden = torch.rand(2, *shape, generator=generator) < negatives
     return torch.where(hidden[0], -1, a), torch.where(hidden[1], -7, b)
 

@@ -188,15 +188,13 @@ def largest(values: Tensor) -> float:
 def _same_memory_layout(values: Tensor) -> Tensor:
     """A copy with the same strides, an expanded one too, so that a test may write to it."""
     storage = values.untyped_storage().clone()
-    copy = torch.empty(0, dtype=values.dtype).set_(storage, values.storage_offset(), values.shape, values.stride())
-    return copy
+    return torch.empty(0, dtype=values.dtype).set_(storage, values.storage_offset(), values.shape, values.stride())
 
 
 def problem_of(logits: Tensor, targets: Tensor, **options: Any) -> Problem:
     generator = torch.Generator().manual_seed(7)
     options = {name: v.to(logits.device) if isinstance(v, Tensor) else v for name, v in options.items()}
-    ups = [torch.randn(targets.shape, generator=generator) for _ in range(2)]
-    return Problem(logits, targets, options, *ups)
+    return Problem(logits, targets, options, *[torch.randn(targets.shape, generator=generator) for _ in range(2)])
 
 
 def kept_problem(rows: int = 4, width: int = 90, kept: int = 46, **options: Any) -> Problem:

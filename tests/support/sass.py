@@ -74,7 +74,6 @@ def loops_of_rows(columns: int, entropy: bool) -> list[LoopOfRows]:
 
 def _rows(columns: int, entropy: bool) -> None:
     logits = torch.zeros(2, columns, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.zeros(2, dtype=torch.int64)
-    found = vocab_parallel_logprobs(logits, targets, with_entropy=entropy, backend="triton")
+    found = vocab_parallel_logprobs(logits, torch.zeros(2, dtype=torch.int64), with_entropy=entropy, backend="triton")
     parts = found if isinstance(found, tuple) else (found,)
     torch.autograd.grad(parts, logits, [torch.ones(2)] * len(parts))

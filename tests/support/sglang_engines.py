@@ -21,8 +21,7 @@ def sglang_engine(*urls: str, model: dict[str, Any] = MODEL, **changes: Any) -> 
     arguments: dict[str, Any] = {"agree": alone, "writer": True}
     arguments |= {name: changes.pop(name) for name in ("agree", "writer", "return_routes", "probe") if name in changes}
     patience = {"concurrency": 64, "timeout_s": 20.0, "retries": 2, "backoff_s": 0.02}
-    settings = SGLangSettings(urls=urls, weight_sync="tensor", **patience | changes)
-    engine = SGLangEngine(settings, model, **arguments)
+    engine = SGLangEngine(SGLangSettings(urls=urls, weight_sync="tensor", **patience | changes), model, **arguments)
     try:
         yield engine
     finally:

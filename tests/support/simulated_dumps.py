@@ -46,8 +46,7 @@ def world(seed: int, noise: float = 0.03, sequences: int = SEQUENCES) -> World:
     level[:, 0] = steps[:, 0]
     for t in range(1, LENGTH):
         level[:, t] = 0.8 * level[:, t - 1] + 0.6 * steps[:, t]
-    sharpness = np.exp(0.8 + 0.7 * level).reshape(-1, 1)
-    logits = random.normal(size=(sequences * LENGTH, VOCABULARY)) * sharpness
+    logits = random.normal(size=(sequences * LENGTH, VOCABULARY)) * np.exp(0.8 + 0.7 * level).reshape(-1, 1)
     noisy = logits + noise * random.normal(size=logits.shape)
     index = np.arange(sequences * LENGTH)
     return World(random, logits, noisy, index // LENGTH, index % LENGTH)
@@ -132,13 +131,11 @@ def renormalised_top_p(w: World, top_p: float) -> Chunk:
 
 def hidden_top_p(w: World, top_p: float) -> Chunk:
     full = log_softmax(w.noisy)
-    drawn_from = np.where(kept(full, top_p), full, -np.inf)
-    return chunk_of(w, draw(w.random, drawn_from), log_softmax(w.logits), full)
+    return chunk_of(w, draw(w.random, np.where(kept(full, top_p), full, -np.inf)), log_softmax(w.logits), full)
 
 
 def hidden_temperature(w: World, temperature: float) -> Chunk:
-    ids = draw(w.random, log_softmax(w.noisy / temperature))
-    return chunk_of(w, ids, log_softmax(w.logits), log_softmax(w.noisy))
+    return chunk_of(w, draw(w.random, log_softmax(w.noisy / temperature)), log_softmax(w.logits), log_softmax(w.noisy))
 
 
 def raw_logs(w: World, temperature: float) -> Chunk:
@@ -203,8 +200,7 @@ def stale_cache(w: World) -> Chunk:
 def expert_flips(w: World) -> Chunk:
     flips = w.random.random(w.sequence.size) < 0.05
     more = w.random.normal(size=w.noisy.shape) * np.where(flips, 0.8, 0.0)[:, None]
-    moved = np.where(flips, w.random.integers(1, 8, flips.size) / 8, 0.0)
-    return sampled(w, w.noisy + more, routes_shifted=moved)
+    return sampled(w, w.noisy + more, routes_shifted=np.where(flips, w.random.integers(1, 8, flips.size) / 8, 0.0))
 
 
 def policy_lag(w: World) -> Chunk:
@@ -212,8 +208,7 @@ def policy_lag(w: World) -> Chunk:
     sequences = int(w.sequence[-1]) + 1
     lag = w.random.integers(0, 5, sequences)
     size = 0.1 * np.sqrt(lag)[w.sequence][:, None] * w.random.normal(size=w.noisy.shape)
-    columns = {"version": (10 - lag)[w.sequence], "trainer_version": np.full(sequences, 10)}
-    return sampled(w, w.noisy + size, **columns)
+    return sampled(w, w.noisy + size, **{"version": (10 - lag)[w.sequence], "trainer_version": np.full(sequences, 10)})
 
 
 TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {

@@ -64,10 +64,9 @@ class Loopback:
 
     def ended(self, job: subprocess.Popen[str]) -> tuple[int, str]:
         """(exit status, all that was written), once the job has ended and nothing of it is left."""
-        status = job.wait(600)
         while self.processes():
             time.sleep(0.1)
-        return status, (self.folder / "said").read_text()
+        return job.wait(600), (self.folder / "said").read_text()
 
     def processes(self, node: str = "") -> list[int]:
         """The processes of all steps, or of those on one node, by the environment that they were given."""

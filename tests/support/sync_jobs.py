@@ -26,8 +26,7 @@ class Job:
     def __init__(self, urls: list[str], transport: Any, folder: Path, **options: Any) -> None:
         self.pool = Pool(urls, concurrency=4, timeout_s=60)
         given = {"bucket_bytes": 600, "sync_dir": str(folder), "timeout_s": 60.0, **options}
-        settings = SGLangSettings(weight_sync=transport, **given)
-        self.sync = weight_sync(settings, CONFIG)
+        self.sync = weight_sync(SGLangSettings(weight_sync=transport, **given), CONFIG)
         self.taken = 0
 
     def stream(self, seed: int, without: str = "", instead: dict[str, torch.Tensor] | None = None) -> Iterator[Any]:

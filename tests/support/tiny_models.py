@@ -38,8 +38,7 @@ LENGTHS = (5, 0, 17, 40, 1, 0)
 
 def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(ids [1, N], positions [1, N], cu_seqlens)."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, 37, (1, sum(LENGTHS)), generator=generator)
+    ids = torch.randint(0, 37, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(7))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     return ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 

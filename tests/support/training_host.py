@@ -90,8 +90,7 @@ def forward_step(data: Iterator[Batch], model: Any) -> dict[str, torch.Tensor]:
     of_rollout = {"response_lengths": None if lengths is None else torch.tensor(lengths), "new_rollout": each["new"]}
     of_rollout["truncated"] = torch.tensor(each["truncated"]) if "truncated" in each else None
     corrected = correct_micro_batch(train, train - gaps, torch.ones_like(gaps, dtype=torch.bool), **of_rollout)
-    weight = (corrected.weights * corrected.mask).sum()
-    return {"pg loss": torch.stack([weight, torch.tensor(float(gaps.numel()))])}
+    return {"pg loss": torch.stack([(corrected.weights * corrected.mask).sum(), torch.tensor(float(gaps.numel()))])}
 
 
 def train_one(training: Any, forward: Any, data: list[Batch], optimizer: Optimizer) -> None:

@@ -23,10 +23,9 @@ def warm_model(kind: str, factory: pytest.TempPathFactory) -> Path:
     with open(folder / f"warm-{kind}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (output / "hf/config.json").exists():
-            warmup = {"steps": 100, "lr": 5e-3}
+            warmup = {"steps": 100, "lr": 5e-3, "batch_size": 64}
             settings = {"model": {"config": MODELS[kind]}, "task": TASK, "warmup": warmup, "train": {"steps": 0}}
-            config = settings_file(folder / f"warm-{kind}-settings", settings)
-            finished_job(config, "--set", f"output={output}")
+            finished_job(settings_file(folder / f"warm-{kind}-settings", settings), "--set", f"output={output}")
     return output / "hf"
 
 

@@ -68,8 +68,7 @@ def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: str, rewards: str) -> Any:
     def build(rows: list[Any] | None = None, **options: Any) -> Task:
-        written = write_jsonl(tmp_path / "train.jsonl", numbered(20) if rows is None else rows)
-        path = options.pop("path", written)
+        path = options.pop("path", write_jsonl(tmp_path / "train.jsonl", numbered(20) if rows is None else rows))
         return build_task("jsonl", {"path": path, "reward": rewards, **options}, tokenizer=tokenizer)
 
     return build
@@ -107,8 +106,7 @@ def test_a_held_out_file_must_not_share_prompts_with_the_training_file(make: Any
 
 
 def test_prompts_go_through_the_chat_template_of_the_checkpoint_and_get_no_second_first_token(make: Any) -> None:
-    text = make().prompts(0, 1)[0].text
-    number = int(text.split()[-1])
+    number = int(make().prompts(0, 1)[0].text.split()[-1])
     assert make().prompts(0, 1)[0].token_ids == (3, 5, 6, 8 + number, 4)
     assert make(chat_template="never").prompts(0, 1)[0].token_ids == (1, 5, 6, 8 + number)
 

@@ -32,8 +32,7 @@ CASES = [
 
 
 def sample(number: int) -> Sample:
-    random = torch.Generator().manual_seed(number)
-    length = int(torch.randint(1, 9, (1,), generator=random))
+    length = int(torch.randint(1, 9, (1,), generator=torch.Generator().manual_seed(number)))
     values = [-1.0 - number / 100 - t / 1000 for t in range(length)]
     mask = [t % 4 != 2 for t in range(length)]
     return Sample([1, 2], list(range(length)), values, "stop", [(0, 0, length)], output_mask=mask)
@@ -81,8 +80,7 @@ def test_only_trained_and_finite_sequences_take_part_whatever_their_order(
     assert all(weights[s] == before_weights[s] and mask[s] == before_mask[s] for s in others)
     assert flat(weights) != flat(before_weights)
     assert all(w == 0 for s in IN_ORDER for w, kept in zip(weights[s], mask[s], strict=True) if not kept)
-    packed = [*range(TRAINED - 1, -1, -1), *range(TRAINED, SEQUENCES)]
-    assert run(correction, control, packed)[2:] == (weights, mask)
+    assert run(correction, control, [*range(TRAINED - 1, -1, -1), *range(TRAINED, SEQUENCES)])[2:] == (weights, mask)
     assert control == "mean-weight" or run(correction, control, IN_ORDER, seed=6)[2] != weights
 
 

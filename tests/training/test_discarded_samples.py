@@ -148,14 +148,8 @@ def test_discarded_responses_are_written_with_their_reason_and_a_step_written_ag
     rows = records_of(writer.write(12, [late, response(120, "nan_logprob")]))
     assert [path.name for path in writer.folder.iterdir()] == ["step-000012.jsonl"]
     assert rows[0] == {
-        "rejected": "timeout",
-        "rejected_detail": "what was found in 110",
-        "prompt_ids": [1],
-        "output_ids": [110],
-        "logprobs": [-1.0],
-        "finish_reason": "stop",
-        "weight_versions": [[3, 0, 1]],
-        "retractions": 2,
-    }
+        "rejected": "timeout", "rejected_detail": "what was found in 110", "prompt_ids": [1], "output_ids": [110],
+        "logprobs": [-1.0], "finish_reason": "stop", "weight_versions": [[3, 0, 1]], "retractions": 2,
+    }  # fmt: skip
     assert rows[1]["rejected"] == "nan_logprob" and len(rows) == 2
     assert len(records_of(writer.write(12, [late]))) == 1

@@ -22,8 +22,7 @@ LR = 0.5
 
 
 def measured(rank: int) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(3)
-    answers = torch.randint(0, 37, (8, 5), generator=random).tolist()
+    answers = torch.randint(0, 37, (8, 5), generator=torch.Generator().manual_seed(3)).tolist()
     samples = [Sample([1, 2, i // 4], answers[i], [-3.0] * 5, "stop", [(0, 0, 5)]) for i in range(8)]
     batch = TokenBatch.from_samples(
         samples, SamplingParams(), rewards=[0.0, 1.0] * 4, groups=[i // 4 for i in range(8)]

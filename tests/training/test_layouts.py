@@ -16,15 +16,9 @@ JOB: dict[str, Any] = {
     "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
     "correction": "geo-mask-token-tis",
-    "train": {
-        "optimizer": "sgd",
-        "lr": 0.05,
-        "steps": STEPS,
-        "micro_batches": 2,
-        "eval_interval": 100,
-        "grad_cosine": True,
-    },
-}
+    "train": {"optimizer": "sgd", "lr": 0.05, "steps": STEPS, "micro_batches": 2, "eval_interval": 100,
+              "grad_cosine": True},
+}  # fmt: skip
 
 
 class Recording:

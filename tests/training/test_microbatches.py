@@ -35,8 +35,7 @@ def test_no_micro_batch_exceeds_the_limit_unless_one_sequence_does(lengths, data
     division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens)
     for share in division:
         for micro_batch in share:
-            load = sum(lengths[s] for s in micro_batch if s >= 0)
-            assert load <= max(max_tokens, max(lengths))
+            assert sum(lengths[s] for s in micro_batch if s >= 0) <= max(max_tokens, max(lengths))
 
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=40, max_size=80), data_size=st.integers(1, 4))
@@ -48,8 +47,7 @@ def test_ranks_differ_by_at_most_one_longest_sequence_per_micro_batch(lengths, d
 
 def test_empty_places_hold_the_shortest_sequence_as_ballast_that_does_not_count():
     division = cut([0, 1], [9, 4], data_size=4, max_tokens=100)
-    flat = [m for share in division for m in share]
-    assert sorted(flat) == [[~1], [~1], [0], [1]]
+    assert sorted([m for share in division for m in share]) == [[~1], [~1], [0], [1]]
 
 
 @given(sizes=st.lists(st.integers(1, 6), max_size=12), count=st.integers(1, 6))

@@ -67,8 +67,7 @@ def _dense_mask_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, len
     visible = (sequence[:, None] == sequence) & (row[:, None] >= row)
     k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v).flatten(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,15 +97,13 @@ def test_packed_attention_is_as_close_to_fp64_as_a_dense_mask(dtype: torch.dtype
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30))
 def test_layout_finds_every_row_and_at_most_doubles_them(lengths: list[int]) -> None:
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = packed_seq_params(cu_seqlens, max(lengths)).layout
+    packed = packed_seq_params(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)).layout
     total = sum(lengths)
     assert packed.positions.tolist() == [i for n in lengths for i in range(n)]
     places = torch.cat([block.rows for block in packed.blocks]) if packed.blocks else torch.zeros(0, dtype=torch.int64)
     # following the way out and home again ends on the row one started from
     assert places[packed.home].tolist() == list(range(total))
-    short = sum(32 for n in lengths if 0 < n <= 32)
-    assert len(places) <= short + 2 * sum(n for n in lengths if n > 32)
+    assert len(places) <= sum(32 for n in lengths if 0 < n <= 32) + 2 * sum(n for n in lengths if n > 32)
 
 
 def test_rope_theta_is_read_from_either_place(checkpoint: Path, tmp_path: Path) -> None:

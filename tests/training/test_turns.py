@@ -10,8 +10,6 @@ from sglang_server import MODELS, checkpoint_weights
 from turn_tasks import CALLS, CountingTask, NotingEngine
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump.schema import read_dump
-from megatron_rc.dump.writer import DumpWriter, sample_of
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.training.step.turns import joined, respond, turns_of
@@ -184,15 +182,3 @@ def test_counters_of_the_turns_are_joined() -> None:
     assert (both.output_ids, both.logprobs, both.output_mask) == ([20, 5, 26], [-1.0, 0.0, -2.0], [True, False, True])
     assert (both.retractions, both.server, both.syncs, both.cached_tokens) == (3, "b", 5, 9)
     assert both.weight_versions == [(3, 0, 3)] and both.support is None and both.routes is None
-
-
-def test_a_dump_returns_the_turns_as_they_were(tmp_path: Any) -> None:
-    samples = sampled(engine_of("moe")[0], count=3)
-    batch = TokenBatch.from_samples(samples, PARAMS, rewards=[0.0] * len(samples), groups=[0] * len(samples))
-    DumpWriter(tmp_path).write(1, batch, samples=samples, seeds=range(len(samples)), routes=True)
-    (records,) = read_dump(tmp_path)
-    for sample, record in zip(samples, records, strict=True):
-        back = sample_of(record)
-        assert (back.output_ids, back.output_mask) == (sample.output_ids, sample.output_mask)
-        assert back.weight_versions == sample.weight_versions and turns_of(back) == turns_of(sample)
-        assert record["turn"][-1] == turns_of(sample) - 1

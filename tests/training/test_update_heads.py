@@ -129,7 +129,6 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
                 ),
                 check=move,
             )
-        counted = int(result.share.batch.loss_mask.sum())
         return {
             "metrics": result.metrics,
             "gradient": policy.gradient(),
@@ -137,7 +136,7 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
             "largest": products.largest,
             "dtypes": products.dtypes,
             "per row": 2 * HIDDEN * products.columns,
-            "loss rows": counted,
+            "loss rows": int(result.share.batch.loss_mask.sum()),
         }
 
 

@@ -30,20 +30,13 @@ TRAIN = TrainSettings(optimizer="sgd", micro_batches=1)
 
 TWO_RANKS = [
     ("dense", {}),
-    ("dense", {"tensor": 2}),
-    ("tied", {"tensor": 2}),
-    ("biased", {"tensor": 2}),
-    ("dense", {"pipeline": 2}),
-    ("tied", {"pipeline": 2}),
-    ("moe", {"expert": 2}),
-    ("moe-unnormalised-one-dense-layer", {"expert": 2}),
-    ("moe", {"pipeline": 2}),
+    *((kind, {"tensor": 2}) for kind in ("dense", "tied", "biased")),
+    *((kind, {"pipeline": 2}) for kind in ("dense", "tied", "moe")),
+    *((kind, {"expert": 2}) for kind in ("moe", "moe-unnormalised-one-dense-layer")),
 ]
 FOUR_RANKS = [
-    ("dense", {"tensor": 2, "pipeline": 2}),
-    ("tied", {"tensor": 2, "pipeline": 2}),
-    ("moe", {"pipeline": 2, "expert": 2}),
-    ("moe", {"expert": 4}),
+    *((kind, {"tensor": 2, "pipeline": 2}) for kind in ("dense", "tied")),
+    *(("moe", axes) for axes in ({"pipeline": 2, "expert": 2}, {"expert": 4})),
 ]
 
 

@@ -68,8 +68,7 @@ def test_a_file_with_wrong_bytes_gives_one_sentence(file: Path):
             damaged[source.randrange(len(damaged))] = source.randrange(256)
         file.write_bytes(damaged)
         try:
-            rows = sum(chunk.num_sequences for chunk in open_dump(file).chunks())
-            assert rows <= 6
+            assert sum(chunk.num_sequences for chunk in open_dump(file).chunks()) <= 6
         except ValueError as error:
             assert "\n" not in str(error)
 
@@ -109,8 +108,7 @@ def test_the_rows_before_a_cut_are_kept_and_the_cut_one_is_counted(tmp_path: Pat
 
 def test_a_broken_file_beside_whole_ones_is_counted_and_named(tmp_path: Path):
     write_parquet(tmp_path / "step-000001.parquet")
-    whole = write_parquet(tmp_path / "step-000002.parquet").read_bytes()
-    (tmp_path / "step-000002.parquet").write_bytes(whole[:-9])
+    (tmp_path / "step-000002.parquet").write_bytes(write_parquet(tmp_path / "step-000002.parquet").read_bytes()[:-9])
     dump = open_dump(tmp_path)
     assert sum(chunk.num_sequences for chunk in dump.chunks()) == 6
     assert dump.corrupt.files == 1 and "step-000002.parquet is not a whole Parquet file" in dump.corrupt.first[0]

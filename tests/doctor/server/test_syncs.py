@@ -58,9 +58,8 @@ def test_noise_around_a_level_is_not_growth() -> None:
 
 
 def test_a_server_that_cannot_be_probed_gets_no_weights() -> None:
-    facts = replace(recorded("good_moe"), is_paused=True)
     model: Any = SimpleNamespace(vocab_size=37, rescore=None)
-    (found,) = examine_syncs(facts, TrainerFacts(), model, 3, 1)
+    (found,) = examine_syncs(replace(recorded("good_moe"), is_paused=True), TrainerFacts(), model, 3, 1)
     assert (found.check, found.status, found.decided) == ("same-weights", "note", False) and "paused" in found.found
 
 

@@ -60,10 +60,6 @@ def with_value(answer: Any, path: tuple[Any, ...], value: Any) -> Any:
 PLACES = list(places(good()))
 
 
-def test_the_undamaged_answer_is_taken() -> None:
-    assert len(REQUEST.piece(good()).output_ids) == 3
-
-
 @given(where=st.sampled_from(PLACES), value=VALUES)
 @example(("meta_info", "num_retractions"), "often")
 @example(("meta_info", "output_token_logprobs", 1, 0), -(10**400))

@@ -70,8 +70,7 @@ def test_under_top_p_and_top_k_the_logprobs_are_those_of_the_kept_ids(server: Sg
     for sample in samples:
         assert_of(truth, sample, 0.5)
         assert sample.support is not None
-        probabilities = (truth.logits(sample) / 0.5).softmax(-1)
-        for row, kept in zip(probabilities, sample.support, strict=True):
+        for row, kept in zip((truth.logits(sample) / 0.5).softmax(-1), sample.support, strict=True):
             ordered, order = row.sort(descending=True)
             before = ordered.cumsum(0) - ordered
             # over the mass of the whole distribution; a set that ends within rounding of the edge is not judged

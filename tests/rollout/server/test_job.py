@@ -55,8 +55,7 @@ def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     assert [m["step"] for m in steps] == [1, 2] and all(m["old/k3"] < 1e-8 for m in steps)
     assert all(m["rollout/rejected"] == 0 for m in steps) and steps[0]["grad_norm"] > 0
     batches = list(read_dump(tmp_path / "out/dump"))
-    drew = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
-    assert drew == [{0}, {1}]
+    assert [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches] == [{0}, {1}]
     served = [{(row["server"], row["syncs"], row["trainer_version"]) for row in batch} for batch in batches]
     name = server.url.removeprefix("http://")
     assert served == [{(name, 1, 0)}, {(name, 2, 1)}]

@@ -19,19 +19,6 @@ from megatron_rc.settings.sglang import SGLangSettings
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("transport", PATH)
-def test_every_server_holds_the_weights_and_the_version(start, tmp_path, transport):
-    job, one, two = start(transport, tmp_path)
-    for seed in (1, 2):
-        job.update(seed, version=seed)
-        for server in (one, two):
-            assert holds(server, seed) and server.version == str(seed)
-            assert not server.paused and not server.session
-    assert job.out == [None, None]
-    if transport == "tensor":
-        assert one.calls[PATH[transport]] >= 4, "600 bytes hold neither all tensors nor the first"
-
-
 def test_a_first_update_that_leaves_a_tensor_of_the_server_unfilled_is_refused(start, tmp_path):
     job, one = start("disk", tmp_path, count=1)
     with pytest.raises(ValueError, match="did not fill, such as model.layers.0.input_layernorm.weight"):
@@ -127,15 +114,10 @@ with FaultySglang() as server:
     except ValueError as error:
         print(error, server.version, server.paused, len(list(Path(sys.argv[1]).iterdir())), job.taken)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        # a module imported under the limit would leave half a .pyc behind for every later process
-        env={"PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        timeout=600,
-    )
+    # a module imported under the limit would leave half a .pyc behind for every later process
+    env = {"PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
     assert "sync_dir=" in done.stdout and "GiB free: " in done.stdout, done.stdout + done.stderr
     assert done.stdout.endswith("unproved-1 True 0 6\n")
 

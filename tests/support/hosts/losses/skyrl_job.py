@@ -28,14 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], RolloutCorrection]] = {
 def answer(config: AlgorithmConfig) -> dict[str, Any]:
     batch = cases.rollout(0)
     current = batch.current.clone().requires_grad_()
-    loss, metrics = PolicyLossRegistry.get(config.policy_loss_type)(
-        current,
-        batch.old,
-        batch.advantages,
-        config=config,
-        loss_mask=batch.mask.float(),
-        rollout_logprobs=batch.rollout,
-    )
+    more = {"config": config, "loss_mask": batch.mask.float(), "rollout_logprobs": batch.rollout}
+    loss, metrics = PolicyLossRegistry.get(config.policy_loss_type)(current, batch.old, batch.advantages, **more)
     loss.backward()
     assert current.grad is not None
     return {"loss": loss.item(), "gradient": current.grad.tolist(), "metrics": metrics}

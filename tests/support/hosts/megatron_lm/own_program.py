@@ -19,17 +19,20 @@ HOW = (
     f"own/bin/pip install -r {(ON_CPU / 'requirements.txt').relative_to(REPOSITORY)}"
 )
 ENVIRONMENT = "[{agent_type: AceMathAgent, agent_args: {}, weight: 1.0}]"
-FLAGS = shlex.split("""
+TINY = shlex.split("""
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
---micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --seed 1
---perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1
---rl-inference-logprobs-is-correction --transformer-impl local --no-rope-fusion --normalization RMSNorm
---position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
---hidden-dropout 0 --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --distributed-backend gloo --eval-iters 0
---spec packed_layer layer
+--micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --transformer-impl local --no-rope-fusion
+--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+--attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm
+--distributed-backend gloo --eval-iters 0
 """)
-"""A tiny model and its training, for every program here."""
+"""A tiny model and its training, of any program of Megatron."""
+FLAGS = TINY + shlex.split("""
+--global-batch-size 8 --train-iters 3 --seed 1 --perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4
+--grpo-iterations 1 --rl-inference-logprobs-is-correction --spec packed_layer layer
+""")
+"""Those of train_rl.py."""
 WITH_ENGINE = shlex.split("""
 --calculate-per-token-loss --cuda-graph-impl none --eval-interval 1000 --log-interval 1 --bf16
 --tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 2 --inference-max-seq-length 24

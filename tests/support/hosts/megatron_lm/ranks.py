@@ -38,8 +38,7 @@ class Model(torch.nn.Module):
         if group is None or options["runtime_gather_output"]:
             self.gathers += group is not None
             return logits
-        shards = torch.tensor_split(logits, group.size(), dim=-1)
-        return shards[group.rank()]
+        return torch.tensor_split(logits, group.size(), dim=-1)[group.rank()]
 
 
 @dataclass

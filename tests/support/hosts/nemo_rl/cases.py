@@ -72,10 +72,9 @@ def rollout(seed: int = 0, rows: int = 6, columns: int = 14) -> tuple[dict[str, 
     sample_mask = torch.ones(rows)
     sample_mask[-1] = 0
     prev = -normal().abs() - 0.1 - LOWERED
-    spread = torch.linspace(0.05, 0.6, rows)[:, None]
     data = {
         "prev_logprobs": prev,
-        "generation_logprobs": torch.where(mask > 0, prev - spread * normal(), 0),
+        "generation_logprobs": torch.where(mask > 0, prev - torch.linspace(0.05, 0.6, rows)[:, None] * normal(), 0),
         "reference_policy_logprobs": prev + 0.1 * normal(),
         "advantages": normal()[:, :1].expand(rows, columns).contiguous(),
         "token_mask": mask,
@@ -115,8 +114,7 @@ def plain_loss(name: str, data: dict[str, Tensor], current: Tensor) -> tuple[flo
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * fields["ratio_clip_c"]), losses)
     gap = reference - x
     # the samples come from the policy, so the KL term has the gradient of their probability, too
-    kl = (x - x.detach()).exp() * (gap.exp() - 1 - gap)
-    loss = mean(losses) + KL * mean(kl)
+    loss = mean(losses) + KL * mean((x - x.detach()).exp() * (gap.exp() - 1 - gap))
     loss.backward()
     assert x.grad is not None
     return loss.item(), x.grad

@@ -146,8 +146,7 @@ def positions(length: int, cp_rank: int, cp_size: int) -> list[int]:
         return list(range(length))
     chunk = -(-length // (2 * cp_size))
     mine = {cp_rank: 0, 2 * cp_size - 1 - cp_rank: 1}
-    held = [p for p in range(2 * cp_size * chunk) if p // chunk in mine]
-    return sorted(held, key=lambda p: (mine[p // chunk], p))
+    return sorted([p for p in range(2 * cp_size * chunk) if p // chunk in mine], key=lambda p: (mine[p // chunk], p))
 
 
 def held(prompt: int, total: int, length: int, cp_rank: int, cp_size: int) -> list[int]:
@@ -161,15 +160,13 @@ def micro_batch(whole: Rollout, cp_rank: int = 0, cp_size: int = 1, padded: int 
     rows = []
     for logits, length in zip(whole.logits, lengths, strict=True):
         where = positions(length, cp_rank, cp_size)
-        filled = torch.cat([logits, torch.full((2 * cp_size * length, VOCAB), 7.0)])
-        rows.append(filled[torch.tensor(where)])
+        rows.append(torch.cat([logits, torch.full((2 * cp_size * length, VOCAB), 7.0)])[torch.tensor(where)])
     logits = torch.stack(rows) if padded else torch.cat([*rows, torch.full((3, VOCAB), -3.0)])[None]
     here = whole.held(cp_rank, cp_size, padded)
     local = {name: [value[h] for value, h in zip(each, here, strict=True)] for name, each in whole.values.items()}
-    lengths_of = {"total_lengths": whole.totals, "response_lengths": whole.responses}
     masks = {"loss_masks": whole.loss_masks, "rollout_mask_sums": whole.denominators()}
     given = {"unconcat_tokens": whole.tokens, "max_seq_lens": lengths if padded else None, "logits": logits}
-    return {**local, **lengths_of, **masks, **given}
+    return {**local, "total_lengths": whole.totals, "response_lengths": whole.responses, **masks, **given}
 
 
 def local_masks(whole: Rollout, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:

@@ -60,8 +60,7 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                 changes = {"context_parallel_size": cp, "qkv_format": "bshd" if padded else "thd"}
                 per_token = "calculate_per_token_loss" in case.both
                 reduce = whole().sum_of_sample_mean(cp_rank, cp, per_token=per_token, padded=padded)
-                found = differentiated(loss, ours(case, **changes), batch, reduce, shard)
-                results["ours", label, name] = found
+                results["ours", label, name] = differentiated(loss, ours(case, **changes), batch, reduce, shard)
                 for host, module in real.items():
                     if host == "miles" or not padded:
                         args = hosts_own(case, host, **changes)

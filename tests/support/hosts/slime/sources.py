@@ -66,13 +66,12 @@ def modules(host: str) -> Namespace:
         return GroupInfo(rank=group.rank(), size=group.size(), group=group)
 
     def set_up() -> None:
-        alone = GroupInfo(rank=0, size=1, group=None)
         groups = {
             "intra_dp": info(parallel_state.get_data_parallel_group()),
             "intra_dp_cp": info(parallel_state.get_data_parallel_group(with_context_parallel=True)),
             "cp": info(parallel_state.get_context_parallel_group()),
             "tp": info(parallel_state.get_tensor_model_parallel_group()),
-            **dict.fromkeys(("pp", "ep", "etp", "indep_dp"), alone),
+            **dict.fromkeys(("pp", "ep", "etp", "indep_dp"), GroupInfo(rank=0, size=1, group=None)),
         }
         parallel.set_parallel_state(parallel.ParallelState(**groups))
 

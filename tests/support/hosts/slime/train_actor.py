@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.megatron_lm.own_program import ON_CPU, REPOSITORY, alone
+from hosts.megatron_lm.own_program import ON_CPU, REPOSITORY, TINY, alone
 from hosts.slime import sources
 
 JOB = Path(__file__).parent / "on_cpu/actor_job.py"
@@ -21,14 +21,9 @@ HOW = (
     "docker/patch/latest/megatron.patch and megatron-sglang-aligned.patch of slime there; python3.12 -m venv own && "
     f"own/bin/pip install -r {(ON_CPU / 'requirements.txt').relative_to(REPOSITORY)}"
 )
-FLAGS = shlex.split("""
---debug-train-only --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
---micro-batch-size 1 --global-batch-size 4 --rollout-batch-size 1 --n-samples-per-prompt 4 --num-rollout 3
+FLAGS = TINY + shlex.split("""
+--debug-train-only --global-batch-size 4 --rollout-batch-size 1 --n-samples-per-prompt 4 --num-rollout 3
 --actor-num-nodes 1 --actor-num-gpus-per-node 1 --advantage-estimator grpo --pretrained-checkpoint none
---lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --transformer-impl local --no-rope-fusion --normalization RMSNorm
---position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
---hidden-dropout 0 --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --distributed-backend gloo --eval-iters 0
 --vocab-size 30 --make-vocab-size-divisible-by 2 --tokenizer-type NullTokenizer --spec packed_layer layer_of
 """)
 

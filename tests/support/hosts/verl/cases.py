@@ -87,8 +87,7 @@ def rollout(seed: int, rows: int = 6, columns: int = 12) -> Rollout:
     mask = (torch.arange(columns) < lengths[:, None]).long()
     mask[:2, 1:3] = 0
     old = -normal().abs() - 0.1 - LOWERED
-    spread = torch.linspace(0.05, 0.6, rows)[:, None]
-    mu = old - spread * normal()
+    mu = old - torch.linspace(0.05, 0.6, rows)[:, None] * normal()
     advantages = normal()[:, :1].expand(rows, columns)
     current = old + 0.2 * normal()
     inside = (torch.arange(columns) < lengths[:, None]).float()

@@ -126,11 +126,9 @@ def update_v1(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     trainer.actor_rollout_wg = SimpleNamespace(update_actor=lambda batch: {"metrics": {"mfu": [0.0]}})
     metrics: dict[str, float] = {}
     with patch.multiple(trainer_base, tq=queue, is_distillation_enabled=lambda config: False):
-        meta = trainer._compute_advantage(queue.meta(), metrics)
-        trainer._update_actor(meta, metrics)
+        trainer._update_actor(trainer._compute_advantage(queue.meta(), metrics), metrics)
     fields["advantages"] = nested(batch.advantages)
-    data = TensorDict({name: value for name, value in queue.fields.items() if name != "uid"}, [rows])
-    return data, metrics
+    return TensorDict({name: value for name, value in queue.fields.items() if name != "uid"}, [rows]), metrics
 
 
 def update_v0(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict[str, float]]:
@@ -192,8 +190,7 @@ def update(batch: cases.Rollout, data: Any, cut: int, loss_mode: str = "vanilla"
         total += loss.item()
         for leaf, length in zip(leaves, lengths, strict=True):
             assert leaf.grad is not None
-            part = leaf.grad[PROMPT - 1 : -1]
-            padded = torch.nn.functional.pad(part, (0, batch.mask.shape[1] - length))
+            padded = torch.nn.functional.pad(leaf.grad[PROMPT - 1 : -1], (0, batch.mask.shape[1] - length))
             gradient.append([number(value) for value in padded.tolist()])
     return {"loss": total, "gradient": gradient, "counted": counted}
 

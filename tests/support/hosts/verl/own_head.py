@@ -138,8 +138,7 @@ def _main(tree: str, target: str, record: str | None = None) -> None:
                     out[layout].append([tuple(answer) for answer in found])
     torch.save(out, target)
     if record is not None:
-        recorded = head_job.recorded(head_job.Answer(*out[1, False][0][0]))
-        Path(record).write_text(json.dumps(recorded) + "\n")
+        Path(record).write_text(json.dumps(head_job.recorded(head_job.Answer(*out[1, False][0][0]))) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,7 @@ def train(made: Any, lengths: list[int]) -> dict[str, Any]:
     masks = torch.nested.as_nested_tensor([torch.ones(length).long() for length in lengths], layout=torch.jagged)
     data = TensorDict({"response_mask": masks}, [len(lengths)])
     tu.assign_non_tensor(data, mini_batch_size=len(lengths) // 2, epochs=1, seed=1)
-    output = made.train_mini_batch(data)
-    return reduce_metrics(rename_dict(output["metrics"], "actor/"))
+    return reduce_metrics(rename_dict(made.train_mini_batch(data)["metrics"], "actor/"))
 
 
 def scheduler() -> dict[str, Any]:
@@ -115,9 +114,8 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def configurations() -> dict[str, str]:
     """Overrides of verl's own configuration -> the refusal, "" for none."""
-    folder = str(Path(verl.__file__).parent / "trainer/config")
     answers = {}
-    with initialize_config_dir(folder, version_base=None):
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
         for settings, overrides in CONFIGURATIONS:
             composed = compose("ppo_trainer", overrides=overrides)
             try:

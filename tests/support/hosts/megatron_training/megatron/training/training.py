@@ -5,33 +5,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 def get_optimizer_param_scheduler(optimizer):
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=1e-3,
-        min_lr=0.0,
-        lr_warmup_steps=0,
-        lr_decay_steps=100,
-        lr_decay_style="constant",
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
+    return OptimizerParamScheduler(optimizer, 0.0, 1e-3, 0.0, 0, 100, "constant", 0.0, 0.0, 0, "constant")
 
 
 def train_step(
-    forward_step_func,
-    data_iterator,
-    model,
-    optimizer,
-    opt_param_scheduler,
-    config,
-    forward_backward_func,
-    iteration=None,
-    pg_collection=None,
-    p2p_communicator=None,
-):
+    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+    iteration=None, pg_collection=None, p2p_communicator=None,
+):  # fmt: skip
     for _ in range(config.runs):
         losses = forward_backward_func(
             forward_step_func=forward_step_func, data_iterator=data_iterator, model=model, forward_only=False

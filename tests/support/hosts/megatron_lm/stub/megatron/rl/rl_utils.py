@@ -34,32 +34,19 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def get_logprobs(
-    model: Any,
-    tokens: Any,
-    position_ids: Any,
-    no_grad: bool = False,
-    sequence_packing: bool = False,
+    model: Any, tokens: Any, position_ids: Any, no_grad: bool = False, sequence_packing: bool = False,
     packed_seq_params: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     with torch.set_grad_enabled(not no_grad):
         logits = model(tokens, position_ids, None, runtime_gather_output=True, fp32_output=False)
     return selective_log_softmax(logits[:, :-1], tokens[:, 1:])
 
 
 def compute_logprobs_batch(
-    model: Any,
-    data_loader: Any,
-    forward_backward_func: Any,
-    packing_context: Any,
-    trajs_batch_size: int,
-    seq_length: int,
-    logprobs_batch_size: int,
-    decoder_seq_length: Any,
-    dtype: torch.dtype,
-    pp_group: Any,
-    is_correction: bool,
-    collect_non_loss_data: bool = False,
-) -> Tensor:
+    model: Any, data_loader: Any, forward_backward_func: Any, packing_context: Any, trajs_batch_size: int,
+    seq_length: int, logprobs_batch_size: int, decoder_seq_length: Any, dtype: torch.dtype, pp_group: Any,
+    is_correction: bool, collect_non_loss_data: bool = False,
+) -> Tensor:  # fmt: skip
     if packing_context is None:
         logprobs = get_logprobs(model, data_loader, None, no_grad=True)
     else:
@@ -85,14 +72,9 @@ def _pad_nonnull_with_zeros(data: Any, max_len: int) -> Tensor:
 
 
 def prepare_data_for_update(
-    model: Any,
-    ref_state_dict: Any,
-    rollouts: Any,
-    tokenizer: Any,
-    sequence_packing: Any,
-    is_correction: bool,
+    model: Any, ref_state_dict: Any, rollouts: Any, tokenizer: Any, sequence_packing: Any, is_correction: bool,
     request_ledger: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """`model` has one element; `tokenizer` has the bins under packing, `seq_length` and the rows of a micro-batch.
 
     `request_ledger` becomes RolloutStats.policy_epoch_segments; empty, there are no statistics.
@@ -129,19 +111,10 @@ def prepare_data_for_update(
 
 
 def calculate_grpo_loss(
-    current_logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    advantages: Tensor,
-    clamp_eps_lower: float,
-    clamp_eps_upper: float,
-    kl_beta: float,
-    entropy_weight: float,
-    inference_logprobs: Tensor | None = None,
-    is_truncation_coef: float | None = None,
-    seq_starts: Any = None,
-    seq_lengths: Any = None,
-) -> tuple[Tensor, ...]:
+    current_logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, clamp_eps_lower: float,
+    clamp_eps_upper: float, kl_beta: float, entropy_weight: float, inference_logprobs: Tensor | None = None,
+    is_truncation_coef: float | None = None, seq_starts: Any = None, seq_lengths: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Checked against the numbers of the real one in golden.json."""
     if seq_starts is None:
         per_token = advantages[:, None].expand_as(current_logprobs)

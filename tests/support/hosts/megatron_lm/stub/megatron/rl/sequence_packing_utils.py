@@ -32,19 +32,10 @@ def load_packed_data_by_index(bin_idx: int, packing_context: Any, logprobs_is_co
         )
     )
     members = info.bin_seq_indices[bin_idx]
-    return (
-        packing_context.packed_trajs[one],
-        packing_context.bin_advantages[bin_idx],
-        old,
-        packing_context.packed_loss_mask[one, 1:],
-        None,
-        reference,
-        sampled if logprobs_is_correction else None,
-        info.seq_starts[bin_idx],
-        [info.seq_lengths[i] for i in members],
-        members,
-        None,
-    )
+    tokens, mask = packing_context.packed_trajs[one], packing_context.packed_loss_mask[one, 1:]
+    places = info.seq_starts[bin_idx], [info.seq_lengths[i] for i in members], members
+    sampled = sampled if logprobs_is_correction else None
+    return tokens, packing_context.bin_advantages[bin_idx], old, mask, None, reference, sampled, *places, None
 
 
 def pack(tokens: Tensor, generated: Tensor, lengths: list[int], advantages: Tensor, bins: list[list[int]]) -> Any:

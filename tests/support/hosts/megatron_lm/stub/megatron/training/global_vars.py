@@ -3,17 +3,10 @@
 from argparse import Namespace
 
 args = Namespace(
-    perform_rl_step=True,
-    rl_inference_logprobs_is_correction=True,
-    rl_importance_sampling_truncation_coef=None,
-    rl_default_temperature=1.0,
-    rl_default_top_p=0,
-    rl_default_top_k=-1,
-    inference_dynamic_batching_logprobs_mode="raw_logprobs",
-    cuda_graph_impl="none",
-    calculate_per_token_loss=False,
-    curr_iteration=9,
-)
+    perform_rl_step=True, rl_inference_logprobs_is_correction=True, rl_importance_sampling_truncation_coef=None,
+    rl_default_temperature=1.0, rl_default_top_p=0, rl_default_top_k=-1, calculate_per_token_loss=False,
+    inference_dynamic_batching_logprobs_mode="raw_logprobs", cuda_graph_impl="none", curr_iteration=9,
+)  # fmt: skip
 
 
 def get_args() -> Namespace:

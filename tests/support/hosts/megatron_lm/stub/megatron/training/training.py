@@ -8,36 +8,21 @@ LR = 1e-3
 
 
 def setup_model_and_optimizer(
-    model_type: Any,
-    model_provider_func: Any = None,
-    checkpointing_context: Any = None,
-    *,
-    cfg_container: Any = None,
+    model_type: Any, model_provider_func: Any = None, checkpointing_context: Any = None, *, cfg_container: Any = None,
     pg_collection: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     model, optimizer = model_provider_func()
     return model, optimizer, get_optimizer_param_scheduler(optimizer)
 
 
 def get_optimizer_param_scheduler(optimizer: Any) -> Any:
-    return OptimizerParamScheduler(
-        optimizer, init_lr=LR, max_lr=LR, min_lr=LR, lr_warmup_steps=0, lr_decay_steps=100, lr_decay_style="constant",
-        start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
-    )  # fmt: skip
+    return OptimizerParamScheduler(optimizer, LR, LR, LR, 0, 100, "constant", 0.0, 0.0, 0, "constant")
 
 
 def train_step(
-    forward_step_func: Any,
-    data_iterator: Any,
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    config: Any,
-    forward_backward_func: Any,
-    iteration: Any = None,
-    pg_collection: Any = None,
-    p2p_communicator: Any = None,
-) -> Any:
+    forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, config: Any,
+    forward_backward_func: Any, iteration: Any = None, pg_collection: Any = None, p2p_communicator: Any = None,
+) -> Any:  # fmt: skip
     """`config` is the number of micro-batches; a loss of three parts is rescaled as Megatron's schedules do."""
     logs = []
     for _ in range(config):

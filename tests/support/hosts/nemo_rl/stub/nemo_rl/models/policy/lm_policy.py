@@ -7,20 +7,10 @@ from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT
 
 class Policy:
     def __init__(
-        self,
-        cluster,
-        config,
-        tokenizer,
-        name_prefix="lm_policy",
-        workers_per_node=None,
-        init_optimizer=True,
-        weights_path=None,
-        optimizer_path=None,
-        init_reference_model=True,
-        processor=None,
-        worker_extension_cls_fqn=None,
-        skip_weight_load=False,
-    ):
+        self, cluster, config, tokenizer, name_prefix="lm_policy", workers_per_node=None, init_optimizer=True,
+        weights_path=None, optimizer_path=None, init_reference_model=True, processor=None,
+        worker_extension_cls_fqn=None, skip_weight_load=False,
+    ):  # fmt: skip
         self.config, self.seen, self.workers = config, [], []
         if worker_extension_cls_fqn is not None:
             self.python = ACTOR_ENVIRONMENT_REGISTRY[worker_extension_cls_fqn]
