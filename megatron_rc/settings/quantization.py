@@ -20,9 +20,9 @@ class Grid(NamedTuple):
 class Quantization(NamedTuple):
     sentence: str
     weights: Grid | None
-    """Of the matrices of attention, MLP and experts, [out, in]."""
+    """Levels of the matrices of attention, MLP and experts, [out, in]."""
     inputs: Grid | None = None
-    """Of what these matrices multiply, [tokens, in]; only an engine that `rounds_inputs` can."""
+    """Levels of what these matrices multiply, [tokens, in]; only an engine that `rounds_inputs` can."""
     cache: str = ""
     """dtype of torch that keys and values have in the cache, without a scale; empty: that of the model."""
 

@@ -317,10 +317,17 @@ def test_a_bad_request_names_the_prompt(pair: Any) -> None:
 
 def test_a_bad_configuration_names_the_field() -> None:
     for model, options, sentence in (
-        ({"model_type": "llama"}, {}, "model_type must be one of 'qwen2', 'qwen3', 'qwen3_moe', got 'llama'"),
+        ({"model_type": "gpt2"}, {}, "model_type must be one of 'llama', 'qwen2', 'qwen3', 'qwen3_moe', got 'gpt2'"),
         ({}, {"dtype": "int8"}, "dtype must be one of fp32, bf16, fp16, got 'int8'"),
         ({"use_sliding_window": True}, {}, "use_sliding_window must be false"),
         ({}, {"max_batch": 0}, "max_batch must be >= 1, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             EmbeddedEngine({**CONFIGS["dense"], **model}, **{"dtype": "fp32", "device": "cpu", **options})
+
+
+def test_log_probs_of_many_ids_are_exact_to_the_rounding_of_their_logits() -> None:
+    logits = 4 * torch.randn(20, 49_152, generator=torch.Generator().manual_seed(0))
+    drawn = draw(logits, SamplingParams(), torch.linspace(0.01, 0.99, 20, dtype=torch.float64))
+    exact = logits.double().log_softmax(-1).gather(1, drawn.ids[:, None])[:, 0]
+    assert (drawn.logprobs - exact).abs().max() < 4e-6

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
+from megatron_rc.rollout.embedded.rounding import multiply_in_fp32
 from megatron_rc.rollout.quantize import quantized
 from megatron_rc.settings.quantization import QUANTIZATIONS, Grid
 from megatron_rc.settings.rollout import RolloutSettings
@@ -140,3 +141,20 @@ def test_an_engine_that_cannot_round_inputs_is_refused() -> None:
             RolloutSettings(engine="sglang", quantize=kind)
     with pytest.raises(ValueError, match="quantize must not round the inputs of matrices in a model with experts"):
         EmbeddedEngine(KINDS["moe"], dtype="fp32", device="cpu", quantize="fp8-block")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_fp32_round_once_as_units_for_16_bits_do_and_follow_the_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 40, dtype=dtype)
+    features, exact = torch.randn(30, 96, dtype=dtype), torch.nn.Linear(96, 40, dtype=torch.float64)
+    multiply_in_fp32(layer)
+    for _ in range(2):
+        exact.load_state_dict(layer.state_dict())
+        true, found = exact(features.double()), layer(features)
+        assert found.dtype == dtype
+        # half a unit in the last place of the result, and the rounding of fp32 sums
+        allowed = true.abs() * torch.finfo(dtype).eps / 2 + 1e-5
+        assert ((found.double() - true).abs() <= allowed).all()
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(40, 96))

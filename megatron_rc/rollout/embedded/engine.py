@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.models.config import torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
-from megatron_rc.rollout.embedded.rounding import RoundedCache, round_inputs
+from megatron_rc.rollout.embedded.rounding import RoundedCache, multiply_in_fp32, round_inputs
 from megatron_rc.rollout.embedded.routes import RouteCapture
 from megatron_rc.rollout.opening import Opening
 from megatron_rc.rollout.worker import WorkerEngine
@@ -69,6 +69,8 @@ class EmbeddedEngine(RolloutEngine):
         self._routes = RouteCapture(self._model) if return_routes else None
         quantization = QUANTIZATIONS[quantize] if quantize != "none" else None
         self._cache_dtype = quantization.cache if quantization else ""
+        if dtype != "fp32" and self.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+            multiply_in_fp32(self._model)
         if quantization:
             round_inputs(self._model, quantization)
 
@@ -258,7 +260,8 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
     kept = kept_ids(scaled, params.top_k, params.top_p) if params.truncates else None
     if kept is not None:
         scaled = scaled.masked_fill(~kept, float("-inf"))
-    logprobs = scaled.log_softmax(-1)
+    # log_softmax of a CPU adds 49,152 terms one by one in fp32, and is then too large by up to 2e-5 nats
+    logprobs = scaled - scaled.logsumexp(-1, keepdim=True)
     drawn_from = logprobs if params.hidden is None else _hidden_logprobs(scaled, params.hidden)
     cumulative = drawn_from.double().exp_().cumsum(-1)
     # u <= 1 - 2^-53 keeps the product below the total after rounding: the id has positive probability

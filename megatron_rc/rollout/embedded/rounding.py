@@ -1,13 +1,39 @@
-"""What the embedded engine rounds besides weights: the inputs of matrices, and keys and values in the cache."""
+"""What the embedded engine rounds besides weights: products, the inputs of matrices, and the cache."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
 from megatron_rc.rollout.quantize import is_quantizable, quantized
 from megatron_rc.settings.quantization import Grid, Quantization
+
+
+class _InFp32:
+    """The forward of a linear layer: a product in fp32 of numbers in 16 bits, rounded to 16 bits."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._module, self._wide, self._of = module, torch.empty(0), -1
+
+    def __call__(self, features: Tensor) -> Tensor:
+        module = self._module
+        if self._of != module.weight._version:
+            self._wide, self._of = module.weight.float(), module.weight._version
+        bias = None if module.bias is None else module.bias.float()
+        return F.linear(features.float(), self._wide, bias).to(features.dtype)
+
+
+def multiply_in_fp32(model: torch.nn.Module) -> None:
+    """Compute the products of a model in bf16 or fp16 in fp32, on a CPU that has no units for them.
+
+    Such units add in fp32 and round once, too, so that the numbers differ by the order of the sums alone. It is about
+    three times as fast as PyTorch's emulation, and takes the memory of the weights in fp32.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = _InFp32(module)  # type: ignore[assignment]
 
 
 def round_inputs(model: torch.nn.Module, quantization: Quantization) -> None:
