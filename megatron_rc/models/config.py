@@ -32,9 +32,9 @@ def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
         ValueError: a field is missing, unknown, of a wrong type, or has a value that is not supported.
     """
     if settings.hf_path is None:
-        return _with_defaults(dict(settings.config), "model.config", refuse_unknown=True)
+        return with_defaults(dict(settings.config), "model.config", refuse_unknown=True)
     path = config_file(settings.hf_path)
-    return _with_defaults(read_json(path), str(path), refuse_unknown=False)
+    return with_defaults(read_json(path), str(path), refuse_unknown=False)
 
 
 def config_file(hf_path: str) -> Path:
@@ -49,7 +49,8 @@ def config_file(hf_path: str) -> Path:
     return path
 
 
-def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool) -> dict[str, Any]:
+def with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool) -> dict[str, Any]:
+    """`hf_config_dict` of these fields, which errors say are of ``source``."""
     from huggingface_hub.errors import StrictDataclassError
 
     model_type = fields.pop("model_type", None)
@@ -79,6 +80,8 @@ def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool)
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by: a checkpoint has these rows
 _SUPPORTED = {
     "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
     "use_sliding_window": False,
     "attention_dropout": 0,
     "quantization_config": None,

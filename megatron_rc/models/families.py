@@ -29,6 +29,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "LlamaConfig"),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", query_key_value_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", query_key_norm=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", has_experts=True, query_key_norm=True),

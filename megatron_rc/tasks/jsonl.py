@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-from megatron_rc.schema import one_line
 from megatron_rc.tasks import Demonstration, Prompt, Task
+from megatron_rc.tasks.chat import Chat, Template
 from megatron_rc.tasks.reward import load_reward, score
 
 
@@ -26,7 +26,7 @@ class JsonlOptions:
     """File of held-out prompts; null: hold out `held_out_share` of the prompts of `path`."""
     held_out_share: float = 0.05
     """Share of the prompts of `path` to hold out, at least one; selected by a hash of their text, for every seed."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
+    chat_template: Template = "auto"
     """auto: send the prompt as a user's message if the tokenizer has a chat template."""
     max_prompt_tokens: int = 2048
     """Most tokens of a prompt; a longer one is an error that names its line."""
@@ -58,10 +58,8 @@ class JsonlTask(Task):
         """``tokenizer``: folder of the tokenizer if ``options.tokenizer`` is None."""
         self._options = options
         self._reward = load_reward(options.reward)
-        self._tokenizer = _load_tokenizer(options.tokenizer or tokenizer)
-        self.stop_token_ids = _stop_token_ids(self._tokenizer)
-        self.vocab_size: int = len(self._tokenizer)
-        self._has_template = _uses_template(self._tokenizer, options.chat_template)
+        self._chat = Chat(options.tokenizer or tokenizer, options.chat_template)
+        self.stop_token_ids, self.vocab_size = self._chat.stop_token_ids, self._chat.vocab_size
 
         training, held_out = _split(options)
         self._places = {(row.prompt, row.answer): row.place for row in [*training, *held_out]}
@@ -88,7 +86,7 @@ class JsonlTask(Task):
         ]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._chat.decode(token_ids)
 
     def _place(self, prompt: Prompt) -> str:
         return self._places.get((prompt.text, prompt.answer), "a prompt that is in no file")
@@ -100,12 +98,7 @@ class JsonlTask(Task):
         return self._order
 
     def _prompts_of(self, rows: Sequence[Row]) -> list[Prompt]:
-        texts = [row.prompt for row in rows]
-        if self._has_template:
-            template, chats = self._tokenizer.apply_chat_template, [[{"role": "user", "content": t}] for t in texts]
-            texts = [template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-        # a template writes its special tokens itself
-        tokenized = self._tokenizer(texts, add_special_tokens=not self._has_template)["input_ids"]
+        tokenized = self._chat.encode([row.prompt for row in rows])
         longest, prompts = self._options.max_prompt_tokens, []
         for row, ids in zip(rows, tokenized, strict=True):
             if len(ids) > longest:
@@ -166,34 +159,3 @@ def _split(options: JsonlOptions) -> tuple[list[Row], list[Row]]:
     count = min(len(texts) - 1, max(1, round(options.held_out_share * len(texts))))
     held = set(sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:count])
     return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
-
-
-def _load_tokenizer(directory: str | None) -> Any:
-    if directory is None:
-        raise ValueError("tokenizer must name a folder when model.hf_path does not")
-    if not Path(directory).is_dir():
-        raise ValueError(f"tokenizer: no such folder: {directory!r}")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # a damaged file makes the library raise anything
-        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {one_line(error)}") from error
-
-
-def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The end of sequence of the tokenizer, and those of generation_config.json, where chat models have others."""
-    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    generation = Path(tokenizer.name_or_path) / "generation_config.json"
-    if generation.is_file():
-        value = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    if not ids:
-        raise ValueError(f"tokenizer: {tokenizer.name_or_path!r} has no end-of-sequence token")
-    return tuple(dict.fromkeys(ids))
-
-
-def _uses_template(tokenizer: Any, choice: str) -> bool:
-    if choice == "always" and not tokenizer.chat_template:
-        raise ValueError(f"chat_template is 'always', but tokenizer {tokenizer.name_or_path!r} has no chat template")
-    return choice != "never" and bool(tokenizer.chat_template)

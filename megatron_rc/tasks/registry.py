@@ -11,6 +11,7 @@ from megatron_rc.tasks.arithmetic import ArithmeticOptions, ArithmeticTask
 from megatron_rc.tasks.calculator import CalculatorOptions, CalculatorTask
 from megatron_rc.tasks.copying import CopyOptions, CopyTask
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
+from megatron_rc.tasks.reasoning_gym import ReasoningGymOptions, ReasoningGymTask
 
 
 class Kind(NamedTuple):
@@ -26,6 +27,9 @@ TASKS = {
     "copy": Kind(CopyOptions, CopyTask, "generated texts to copy, with long responses."),
     "calculator": Kind(CalculatorOptions, CalculatorTask, "generated sums, with several turns per response."),
     "jsonl": Kind(JsonlOptions, JsonlTask, "prompts from a file, with the tokenizer of model.hf_path."),
+    "reasoning_gym": Kind(
+        ReasoningGymOptions, ReasoningGymTask, "generated problems in words, of the library reasoning-gym."
+    ),
 }
 TaskKind = Annotated[str, Choice(TASKS)]
 

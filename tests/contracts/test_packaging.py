@@ -106,7 +106,7 @@ def test_the_wheel_names_the_plugin_that_verl_imports(wheel: Path) -> None:
 
 
 def test_extras_are_the_promised_ones(metadata: Message) -> None:
-    promised = {"train", "sglang", "te", "report", "math", "wandb", "mlflow", "trackio", "dev"}
+    promised = {"train", "sglang", "te", "report", "math", "real", "wandb", "mlflow", "trackio", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == promised
 
 

@@ -55,7 +55,7 @@ def test_recipes_of_hosts_install_the_light_core() -> None:
 
 
 def test_an_extra_is_named_for_every_module_that_it_brings(metadata: Message) -> None:
-    distributions = {"megatron": "megatron-core", "math_verify": "math-verify"}
+    distributions = {"megatron": "megatron-core", "math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
     for extra, modules in versions.MODULES_OF_EXTRA.items():
         brought = {canonicalize_name(r.name) for r in requirements(metadata) if f'extra == "{extra}"' in str(r.marker)}
         assert {distributions.get(m, m) for m in modules} <= brought, extra

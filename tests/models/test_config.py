@@ -20,7 +20,10 @@ from megatron_rc.training.model import build as model_module
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "llama", "pretraining_tp": 2}, "pretraining_tp"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type"),
         ({"hiden_size": 64}, "did you mean 'hidden_size'"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"attention_bias": True}, "attention_bias"),
@@ -61,6 +64,11 @@ def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
     ("fields", "parallel", "named"),
     [
         (DENSE, {"tensor": 3}, "num_attention_heads must be divisible by parallel.tensor"),
+        (
+            KINDS["llama"] | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+            {"tensor": 2},
+            r"^num_attention_heads must be divisible by parallel.tensor, got 9 and 2$",
+        ),
         (DENSE, {"tensor": 4}, "num_key_value_heads must be divisible by parallel.tensor"),
         (DENSE | {"intermediate_size": 49}, {"tensor": 2}, "intermediate_size must be divisible by parallel.tensor"),
         (DENSE, {"pipeline": 3}, "num_hidden_layers must be divisible by parallel.pipeline"),

@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 40_900, "triton_kernels": 3_130, "tests": 42_000, "benchmarks": 8_700, "": 96_700}
+LINES = {"megatron_rc": 41_500, "triton_kernels": 3_130, "tests": 42_500, "benchmarks": 9_200, "": 97_600}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_000
@@ -8,7 +8,7 @@ WORDS = 40_000
 
 GENERATED = (
     "settings", "presets", "metrics", "versions", "collapse", "gradients", "rules/confusion", "rules/reference",
-    "hosts/support",
+    "hosts/support", "real",
 )  # fmt: skip
 """Documents that a command prints; see `make docs`."""
 

@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "tied": DENSE | {"tie_word_embeddings": True},
     "biased": {name: value for name, value in DENSE.items() if name != "head_dim"} | {"model_type": "qwen2"},
+    "llama": DENSE | {"model_type": "llama", "tie_word_embeddings": True},
     "moe": MOE,
     "moe-unnormalised-one-dense-layer": MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
 }

@@ -30,8 +30,9 @@ TRAIN = TrainSettings(optimizer="sgd", micro_batches=1)
 
 TWO_RANKS = [
     ("dense", {}),
-    *((kind, {"tensor": 2}) for kind in ("dense", "tied", "biased")),
-    *((kind, {"pipeline": 2}) for kind in ("dense", "tied", "moe")),
+    ("llama", {}),
+    *((kind, {"tensor": 2}) for kind in ("dense", "tied", "biased", "llama")),
+    *((kind, {"pipeline": 2}) for kind in ("dense", "tied", "llama", "moe")),
     *((kind, {"expert": 2}) for kind in ("moe", "moe-unnormalised-one-dense-layer")),
 ]
 FOUR_RANKS = [
