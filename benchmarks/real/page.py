@@ -1,0 +1,165 @@
+"""Write docs/real.md and its three figures from the committed sums.
+
+python benchmarks/real/page.py
+"""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+sys.path.append(str(Path(__file__).parents[1]))
+from megatron_rc.correction.warnings import horizon
+from megatron_rc.files import replace_text
+from real.sums import BINS, LENGTHS, POSITIONS, RESULTS, figures, interval
+
+DOCS = Path(__file__).parents[2] / "docs"
+IMAGES = DOCS / "images"
+ROUNDED = {
+    "fp32": "nothing",
+    "bf16": "weights, activations, cache and logits to bf16",
+    "fp16": "the same to fp16",
+    "int8": "bf16, and weights to 8 bits per output channel",
+    "int8-tensor": "bf16, and weights to 8 bits per tensor",
+    "fp8-tensor": "bf16, and weights and inputs of matrices to e4m3 per tensor",
+    "fp8-block": "bf16, weights to e4m3 per 128 x 128, inputs per token and 128 features",
+    "fp8-cache": "bf16, and keys and values to e4m3",
+    "int4-32": "bf16, and weights to 4 bits per 32 inputs",
+    "int4-128": "bf16, and weights to 4 bits per 128 inputs",
+    "bf16-trainer-bf16": "bf16, and the trainer in bf16, too",
+    "bf16-hot": "bf16, at temperature 1.4",
+}
+"""Choice of gap.yaml -> what its sampler rounds."""
+PUBLISHED = (0.156, 0.175, 0.186, 0.203, 0.237)
+"""Mean |eps| by BINS of Qwen1.5-MoE-A2.7B, vLLM bf16 against Hugging Face bf16 (arXiv 2609.32444)."""
+FEWEST = 20
+"""Tokens of a range that is shown."""
+TOY_K3 = 3.6e-5
+"""k3 of the quickstart, in bf16."""
+SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
+"""Rows of the figures, where they were measured."""
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """Choice -> its sums, in the order of ROUNDED."""
+    found = json.loads((RESULTS / "gap.json").read_text())
+    by_choice = {name.partition("/")[0]: row for name, row in found.items() if name.endswith("/seed-1")}
+    return {name: by_choice[name] for name in ROUNDED if name in by_choice}
+
+
+def number(value: float) -> str:
+    return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.3g}"
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    names = ["sampler", "what it rounds", "tokens", "k3, nats per token", "sigma", "T*", "ESS at 64, 128, 192 tokens"]
+    out = [line([*names, "mean ratio"]), line(["---"] * 8)]
+    for name, row in found.items():
+        now, (low, high) = figures(row["prompts"]), interval(row["prompts"], "k3")
+        ess = ", ".join(
+            f"{row['sequence weights'][str(n)]['ess']:.2f}" for n in LENGTHS if str(n) in row["sequence weights"]
+        )
+        length = horizon(now["k3"])
+        cells = [
+            f"`{name}`",
+            ROUNDED[name],
+            f"{now['tokens']:,}",
+            f"{number(now['k3'])} ({number(low)} to {number(high)})",
+        ]
+        cells += [number(now["sigma"]), f"{length:,.0f}" if length < 1e6 else "> 1e6", ess, f"{now['ratio']:.4f}"]
+        out.append(line(cells))
+    return out
+
+
+def law(found: dict[str, dict[str, Any]]) -> list[str]:
+    edges = [f"{a:g} to {b:g}" for a, b in pairwise(BINS)]
+    out = [line(["mean of abs(eps); q05, q95", *edges, "kurtosis"]), line(["---"] * (len(edges) + 2))]
+    for name, row in found.items():
+        cells = [
+            f"{number(one['mad'])}; {number(one['q05'])}, {number(one['q95'])}" if one["tokens"] >= FEWEST else ""
+            for one in row["bins"]
+        ]
+        out.append(line([f"`{name}`", *cells, f"{row['kurtosis']:.1f}"]))
+    return [*out, line(["*Qwen1.5-MoE-A2.7B, published*", *(f"{one:.3f}" for one in PUBLISHED), ""])]
+
+
+def parts(found: dict[str, dict[str, Any]]) -> list[str]:
+    """sigma by place in the response and by kind of prompt."""
+    spans = [f"{a + 1} to {b}" if b < 10**5 else f"from {a + 1}" for a, b in pairwise(POSITIONS)]
+    kinds = sorted({one["kind"] for row in found.values() for one in row["prompts"]} - {""})
+    out = [line(["sigma", *spans, *kinds]), line(["---"] * (1 + len(spans) + len(kinds)))]
+    for name, row in found.items():
+        of_kinds = [[one for one in row["prompts"] if one["kind"] == kind] for kind in kinds]
+        cells = [figures([one]) for one in row["positions"]] + [figures(one) for one in of_kinds]
+        out.append(
+            f"| `{name}` | " + " | ".join(number(one["sigma"]) if "sigma" in one else "" for one in cells) + " |"
+        )
+    return out
+
+
+def draw(found: dict[str, dict[str, Any]]) -> None:
+    shown = {name: found[name] for name in SHOWN if name in found}
+    figure = Figure((3.2 * len(shown), 3.3), layout="constrained")
+    for axes, (name, row) in zip(np.atleast_1d(figure.subplots(1, len(shown))), shown.items(), strict=True):
+        mu, pi = np.exp(np.array(row["scatter"])).T
+        axes.plot(mu, pi, ".", markersize=1.5, alpha=0.5)
+        axes.axline((0, 0), slope=1, color="black", linewidth=0.5)
+        axes.set(title=name, xlabel="probability of the sampler", ylabel="probability of the trainer", aspect="equal")
+    figure.savefig(IMAGES / "real_scatter.png", dpi=90)
+
+    figure = Figure((7, 3.6), layout="constrained")
+    axes, places = figure.subplots(), np.arange(len(PUBLISHED))
+    for name, row in shown.items():
+        axes.plot(places, [one.get("mad", np.nan) for one in row["bins"]], "o-", label=name)
+    axes.plot(places, PUBLISHED, "k^--", label="Qwen1.5-MoE-A2.7B, published")
+    axes.set_xticks(places, [f"{a:g}–{b:g}" for a, b in pairwise(BINS)])
+    axes.set(xlabel="trainer's probability of the token", ylabel="mean |eps|", yscale="log")
+    axes.legend(fontsize=8)
+    figure.savefig(IMAGES / "real_eps.png", dpi=90)
+
+    figure = Figure((3.2 * len(shown), 3.3), layout="constrained")
+    for axes, (name, row) in zip(np.atleast_1d(figure.subplots(1, len(shown))), shown.items(), strict=True):
+        now, longest = figures(row["prompts"]), max(LENGTHS)
+        lengths = np.linspace(0, longest, 100)
+        half = 1.96 * np.sqrt(2 * now["k3"] * lengths)
+        axes.fill_between(lengths, -half, half, alpha=0.15, label="95 % of independent noise")
+        for length, one in row["sequence weights"].items():
+            axes.plot([int(length)] * one["n"], one["sums"], "_", color="C1", markersize=6, alpha=0.5)
+        star = horizon(now["k3"])
+        if star < longest:
+            axes.axvline(star, color="black", linewidth=0.7, linestyle="--")
+        axes.set(title=f"{name}: T* = {star:,.0f}", xlabel="tokens", ylabel="sum of l, nats")
+    figure.savefig(IMAGES / "real_sums.png", dpi=90)
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    bf16 = figures(found["bf16"]["prompts"])
+    text = (Path(__file__).parent / "page.md").read_text()
+    for name, value in {
+        "MACHINES": "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()})),
+        "TABLE": "\n".join(table(found)),
+        "LAW": "\n".join(law(found)),
+        "PARTS": "\n".join(parts(found)),
+        "BF16_K3": f"{bf16['k3']:.1e}",
+        "BF16_TIMES": f"{bf16['k3'] / TOY_K3:.0f}",
+        "BF16_LENGTH": f"{horizon(bf16['k3']):,.0f}",
+    }.items():
+        text = text.replace(name, value)
+    return text
+
+
+if __name__ == "__main__":
+    matplotlib.use("agg")
+    everything = rows()
+    draw(everything)
+    replace_text(DOCS / "real.md", page(everything))
+    print(DOCS / "real.md")

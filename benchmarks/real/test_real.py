@@ -1,0 +1,66 @@
+"""The sums of docs/real.md: their formulas, and that page and results agree."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from real import page
+from real.prompts import KINDS, TOPICS, rows
+from real.sums import RESULTS, Response, figures, interval, log_odds, row_of
+
+FOUND = json.loads((RESULTS / "gap.json").read_text())
+
+
+def drawn(sigma: float, responses: int = 400, length: int = 80) -> list[Response]:
+    """Responses whose sampler is the trainer with noise on the log-odds of every token, drawn by the sampler."""
+    rng = np.random.default_rng(0)
+    out = []
+    for number in range(responses):
+        odds = rng.normal(0, 2, length)
+        eps = rng.normal(0, sigma, length)
+        pi, mu = -np.log1p(np.exp(-odds)), -np.log1p(np.exp(eps - odds))
+        keep = rng.random(length) < np.exp(mu)
+        out.append(Response(prompt=(number % 40,), pi=pi[keep], mu=mu[keep]))
+    return out
+
+
+def test_noise_on_logits_is_found_by_sigma_by_eps_at_every_confidence_and_by_k3() -> None:
+    row = row_of(drawn(0.1), {(0,): "story"})
+    found = figures(row["prompts"])
+    assert found["sigma"] == pytest.approx(0.1, rel=0.03)
+    for one in row["bins"]:
+        if one["tokens"] > 200:
+            assert one["mad"] == pytest.approx(0.1 * np.sqrt(2 / np.pi), rel=0.12)
+            assert (one["q05"], one["q95"]) == pytest.approx((-0.164, 0.164), abs=0.03)
+    assert row["kurtosis"] == pytest.approx(3, abs=0.2)
+    low, high = interval(row["prompts"], "k3", 200)
+    assert low < found["k3"] < high < 1.2 * low
+    assert sum(one["tokens"] for one in row["positions"]) == row["tokens"] == found["tokens"]
+    assert [one["kind"] for one in row["prompts"]].count("story") == 1
+
+
+def test_log_odds_are_those_of_fp64_down_to_a_certain_token() -> None:
+    p = np.array([1e-8, 0.3, 0.999, 1 - 1e-6])
+    np.testing.assert_allclose(log_odds(np.log(p)), np.log(p) - np.log1p(-p), rtol=1e-9)
+
+
+def test_there_are_eight_kinds_of_twelve_topics_all_different() -> None:
+    texts = [row["prompt"] for row in rows()]
+    assert len(set(texts)) == len(texts) == len(KINDS) * len(TOPICS) == 96
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_committed_row_is_whole_and_agrees_with_itself(name: str) -> None:
+    row = FOUND[name]
+    assert row["tokens"] == sum(one["tokens"] for one in row["prompts"]) >= 15_000
+    assert figures(row["positions"])["k3"] == pytest.approx(figures(row["prompts"])["k3"], rel=1e-9)
+    assert sum(one["tokens"] for one in row["bins"]) + row["certain"] == row["tokens"]
+    for weights in row["sequence weights"].values():
+        w = np.exp(weights["sums"])
+        assert weights["ess"] == pytest.approx(w.sum() ** 2 / len(w) / (w**2).sum(), rel=1e-3)
+
+
+def test_the_page_is_that_of_the_committed_sums() -> None:
+    assert page.page(page.rows()) == (Path(page.DOCS) / "real.md").read_text()
