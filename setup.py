@@ -13,7 +13,7 @@ setup(
     package_data={
         "megatron_rc": ["py.typed"],
         "megatron_rc.kernels": ["README.md"],
-        "megatron_rc.analyze": ["demo/*"],
+        "megatron_rc.analyze": ["atlas.csv", "demo/*"],
         "megatron_rc.analyze.rules": ["*.md"],
         "megatron_rc.analyze.pages": ["*.css"],
         "megatron_rc.drawing": ["*.css", "*.js"],

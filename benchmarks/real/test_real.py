@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from real import page
+from megatron_rc.files import read_csv
+from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
 from real.sums import RESULTS, Response, figures, interval, log_odds, row_of
 
@@ -64,3 +65,16 @@ def test_a_committed_row_is_whole_and_agrees_with_itself(name: str) -> None:
 
 def test_the_page_is_that_of_the_committed_sums() -> None:
     assert page.page(page.rows()) == (Path(page.DOCS) / "real.md").read_text()
+
+
+def test_the_atlas_has_our_rows_as_the_sums_give_them_and_quotes_every_other_one() -> None:
+    found = read_csv(atlas.Row, atlas.ATLAS)
+    ours = [row for row in found if row.source == atlas.OURS]
+    for row, expected in zip(ours, atlas.own(), strict=True):
+        assert row[:6] == expected[:6]
+        assert row[6:9] == pytest.approx(expected[6:9], rel=1e-4)
+    others = [row for row in found if row.source != atlas.OURS]
+    assert len(others) >= 25 and len({atlas.name_of(row.source).partition(" ")[0] for row in others}) >= 9
+    assert all(row.source.startswith("https://") and row.quote for row in others)
+    assert {row.statistic for row in found} <= set(atlas.STATISTICS)
+    assert atlas.page(found) == (Path(page.DOCS) / "atlas.md").read_text()

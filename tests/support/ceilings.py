@@ -8,7 +8,7 @@ WORDS = 40_000
 
 GENERATED = (
     "settings", "presets", "metrics", "versions", "collapse", "gradients", "rules/confusion", "rules/reference",
-    "hosts/support", "real",
+    "hosts/support", "real", "atlas",
 )  # fmt: skip
 """Documents that a command prints; see `make docs`."""
 
