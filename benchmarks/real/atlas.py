@@ -9,14 +9,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
+from megatron_rc.analyze.atlas import FILE, Row
 from megatron_rc.files import read_csv, replace_text, write_csv
 from real.page import DOCS, line, number, rows
 from real.sums import figures, interval
 
-ATLAS = Path(__file__).parents[2] / "megatron_rc/analyze/atlas.csv"
 OURS = "docs/real.md"
 STATISTICS = {
     "sigma": "noise on every logit, sqrt(sum l^2 / sum (1 - p)^2); l = log pi - log mu",
@@ -31,23 +30,6 @@ STATISTICS = {
     "mismatch_kl": "prime-rl's KL of trainer and inference, nats per token",
     "rollout_corr/kl": "verl's KL of rollout and old log-probs, nats per token",
 }
-
-
-class Row(NamedTuple):
-    """One figure."""
-
-    model: str
-    kind: str
-    trainer: str
-    sampler: str
-    precision: str
-    statistic: str
-    value: float
-    low: float
-    high: float
-    note: str
-    source: str
-    quote: str
 
 
 def own() -> list[Row]:
@@ -84,9 +66,9 @@ def name_of(source: str) -> str:
 
 
 def main() -> None:
-    published = [row for row in read_csv(Row, ATLAS) if row.source != OURS]
+    published = [row for row in read_csv(Row, FILE) if row.source != OURS]
     atlas = [*published, *own()]
-    write_csv(Row, atlas, ATLAS, digits=5)
+    write_csv(Row, atlas, FILE, digits=5)
     replace_text(DOCS / "atlas.md", page(atlas))
     print(f"{len(published)} published rows and {len(atlas) - len(published)} of ours: {DOCS / 'atlas.md'}")
 

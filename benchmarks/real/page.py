@@ -14,9 +14,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parents[1]))
+from megatron_rc.analyze import atlas
+from megatron_rc.analyze.statistics.displacement import EDGES
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.files import replace_text
-from real.sums import BINS, LENGTHS, POSITIONS, RESULTS, figures, interval
+from real.sums import LENGTHS, POSITIONS, RESULTS, figures, interval
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
@@ -35,8 +37,7 @@ ROUNDED = {
     "bf16-hot": "bf16, at temperature 1.4",
 }
 """Choice of gap.yaml -> what its sampler rounds."""
-PUBLISHED = (0.156, 0.175, 0.186, 0.203, 0.237)
-"""Mean |eps| by BINS of Qwen1.5-MoE-A2.7B, vLLM bf16 against Hugging Face bf16 (arXiv 2609.32444)."""
+(PUBLISHED,) = atlas.by_confidence().values()
 FEWEST = 20
 """Tokens of a range that is shown."""
 TOY_K3 = 3.6e-5
@@ -81,7 +82,7 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def law(found: dict[str, dict[str, Any]]) -> list[str]:
-    edges = [f"{a:g} to {b:g}" for a, b in pairwise(BINS)]
+    edges = [f"{a:g} to {b:g}" for a, b in pairwise(EDGES)]
     out = [line(["mean of abs(eps); q05, q95", *edges, "kurtosis"]), line(["---"] * (len(edges) + 2))]
     for name, row in found.items():
         cells = [
@@ -121,7 +122,7 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
     for name, row in shown.items():
         axes.plot(places, [one.get("mad", np.nan) for one in row["bins"]], "o-", label=name)
     axes.plot(places, PUBLISHED, "k^--", label="Qwen1.5-MoE-A2.7B, published")
-    axes.set_xticks(places, [f"{a:g}–{b:g}" for a, b in pairwise(BINS)])
+    axes.set_xticks(places, [f"{a:g}–{b:g}" for a, b in pairwise(EDGES)])
     axes.set(xlabel="trainer's probability of the token", ylabel="mean |eps|", yscale="log")
     axes.legend(fontsize=8)
     figure.savefig(IMAGES / "real_eps.png", dpi=90)

@@ -21,25 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rc.analyze.statistics.displacement import CERTAIN, EDGES, log_odds
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.files import replace_text
 
 Values = np.ndarray[Any, np.dtype[Any]]
 RESULTS = Path(__file__).parent / "results"
-BINS = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
-"""Edges of the trainer's probability, those of arXiv 2609.32444."""
 POSITIONS = (0, 8, 32, 96, 10**6)
 LENGTHS = (64, 128, 192)
 SAMPLE = 3000
 """Tokens of a row that are kept for the scatter."""
-CERTAIN = -1e-7
-"""A log-prob nearer to 0 has no log-odds in fp32: 1 - p is its own rounding."""
 FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-
-
-def log_odds(logprobs: Values) -> Values:
-    """log p - log(1 - p), in fp64."""
-    return logprobs - np.log(-np.expm1(np.minimum(logprobs, CERTAIN)))
 
 
 class Response(dict[str, Any]):
@@ -64,7 +56,7 @@ def row_of(found: list[Response], kinds: dict[tuple[int, ...], str]) -> dict[str
     pi, mu = (np.concatenate([one[name] for one in found]) for name in ("pi", "mu"))
     certain = np.maximum(pi, mu) > CERTAIN
     eps, p = (log_odds(pi) - log_odds(mu))[~certain], np.exp(pi)
-    place = np.digitize(p[~certain], BINS[1:-1])
+    place = np.digitize(p[~certain], EDGES[1:-1])
     position = np.concatenate([np.arange(len(one["pi"])) for one in found])
     chosen = np.random.default_rng(0).permutation(len(pi))[:SAMPLE]
     row: dict[str, Any] = {
@@ -79,7 +71,7 @@ def row_of(found: list[Response], kinds: dict[tuple[int, ...], str]) -> dict[str
             for first, stop in itertools.pairwise(POSITIONS)
             if (where := (position >= first) & (position < stop)).any()
         ],
-        "bins": [_of_eps(eps[place == number]) for number in range(len(BINS) - 1)],
+        "bins": [_of_eps(eps[place == number]) for number in range(len(EDGES) - 1)],
         "sequence weights": {},
         "scatter": [[round(float(a), 4), round(float(b), 4)] for a, b in zip(mu[chosen], pi[chosen], strict=True)],
     }

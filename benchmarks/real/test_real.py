@@ -9,7 +9,7 @@ import pytest
 from megatron_rc.files import read_csv
 from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
-from real.sums import RESULTS, Response, figures, interval, log_odds, row_of
+from real.sums import RESULTS, Response, figures, interval, row_of
 
 FOUND = json.loads((RESULTS / "gap.json").read_text())
 
@@ -42,11 +42,6 @@ def test_noise_on_logits_is_found_by_sigma_by_eps_at_every_confidence_and_by_k3(
     assert [one["kind"] for one in row["prompts"]].count("story") == 1
 
 
-def test_log_odds_are_those_of_fp64_down_to_a_certain_token() -> None:
-    p = np.array([1e-8, 0.3, 0.999, 1 - 1e-6])
-    np.testing.assert_allclose(log_odds(np.log(p)), np.log(p) - np.log1p(-p), rtol=1e-9)
-
-
 def test_there_are_eight_kinds_of_twelve_topics_all_different() -> None:
     texts = [row["prompt"] for row in rows()]
     assert len(set(texts)) == len(texts) == len(KINDS) * len(TOPICS) == 96
@@ -68,7 +63,7 @@ def test_the_page_is_that_of_the_committed_sums() -> None:
 
 
 def test_the_atlas_has_our_rows_as_the_sums_give_them_and_quotes_every_other_one() -> None:
-    found = read_csv(atlas.Row, atlas.ATLAS)
+    found = read_csv(atlas.Row, atlas.FILE)
     ours = [row for row in found if row.source == atlas.OURS]
     for row, expected in zip(ours, atlas.own(), strict=True):
         assert row[:6] == expected[:6]

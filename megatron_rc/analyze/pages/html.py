@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.pages import answers, bounds, by_bin, sequences, steps, tokens
+from megatron_rc.analyze.pages import answers, bounds, by_bin, confidence, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
 from megatron_rc.drawing.frame import SCRIPT, document, without_folder
@@ -64,6 +64,7 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False, fo
     charts = [
         by_bin.likelihood_map(diagnosis),
         by_bin.by_log_mu(evidence),
+        confidence.by_confidence(evidence),
         by_bin.by_position(evidence),
         by_bin.by_position(evidence, "turn_start", "By tokens since the turn began"),
         sequences.running_sums(evidence),
