@@ -132,7 +132,8 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
         now, longest = figures(row["prompts"]), max(LENGTHS)
         lengths = np.linspace(0, longest, 100)
         half = 1.96 * np.sqrt(2 * now["k3"] * lengths)
-        axes.fill_between(lengths, -half, half, alpha=0.15, label="95 % of independent noise")
+        drift = -now["k3"] * lengths
+        axes.fill_between(lengths, drift - half, drift + half, alpha=0.15)
         for length, one in row["sequence weights"].items():
             axes.plot([int(length)] * one["n"], one["sums"], "_", color="C1", markersize=6, alpha=0.5)
         star = horizon(now["k3"])
