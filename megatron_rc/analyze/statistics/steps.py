@@ -88,6 +88,8 @@ class StepSums:
         if steps is None or steps.dtype.kind not in "iuf":
             return
         filled = (chunk.lengths > 0) & np.isfinite(steps)
+        if not filled.any():
+            return
         order = np.flatnonzero(filled)[np.argsort(steps[filled], kind="stable")]
         names, starts = np.unique(steps[order], return_index=True)
         entropy = (
