@@ -36,7 +36,7 @@ def by_confidence(evidence: Evidence) -> str:
         "Noise on the logits, by confidence",
         drawn,
         "Mean of |eps|, eps = logit pi - logit mu, by how sure the trainer is; dashed: what was published of healthy "
-        "models (docs/atlas.md). A temperature or penalty on one side displaces certain tokens far more than others.",
+        "models. A temperature or penalty on one side displaces certain tokens far more than others.",
         "flat, or rising by up to 1.7 times towards the certain tokens (left).",
         "log-odds",
         legend=legend,
