@@ -1,6 +1,7 @@
 """The task reasoning_gym: generated problems in words and their verifiers, of the library of that name."""
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -147,7 +148,10 @@ class ReasoningGymTask(Task):
 def _dataset(name: str, config: dict[str, Any] | None) -> Any:
     """The generator of ``name``, whose entry i is a function of i."""
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        with warnings.catch_warnings():
+            # what Python says of the source of a dependency when it compiles it
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ValueError(f"reasoning-gym is not installed: {installing('real')}") from error
     if name not in DATASETS:
