@@ -4,16 +4,14 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from gradients.consecutive import section
 from gradients.rows import MEASURED, Z90, Row
-from gradients.steps import Step
 from megatron_rc.jobs.describe import table
 
 
-def page(rows: Sequence[Row], steps: Sequence[Step]) -> str:
+def page(rows: Sequence[Row]) -> str:
     """The tables at the end of the page."""
     oldest = "## Rollouts as old as those of the run, lowest to highest over its checkpoints"
-    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n{section(steps)}\n## All rows\n\n{all_rows(rows)}"
+    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n## All rows\n\n{all_rows(rows)}"
 
 
 def all_rows(rows: Sequence[Row]) -> str:

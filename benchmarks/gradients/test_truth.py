@@ -13,7 +13,6 @@ from torch import Tensor
 from gradients.moments import Moments, Products, jackknife_error
 from gradients.page import page
 from gradients.rows import Row
-from gradients.steps import Step
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.files import read_csv
 
@@ -117,8 +116,7 @@ def test_a_plug_in_norm_would_be_too_large_and_the_measured_one_is_not() -> None
 
 def test_the_page_ends_with_the_tables_of_the_committed_rows() -> None:
     rows = read_csv(Row, ROOT / "benchmarks/gradients/results/gradients.csv")
-    steps = read_csv(Step, ROOT / "benchmarks/gradients/results/gradient-steps.csv")
-    assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows, steps)), "make docs"
+    assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows)), "make docs"
     exact = [row for row in rows if row.estimator == "exact"]
     assert len(exact) == len({row.step for row in rows})
     assert all(abs(row.squared_bias) < 3 * row.squared_bias_error for row in exact), "exact rollouts have no bias"

@@ -1,9 +1,8 @@
 """Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
 
     python benchmarks/gradients/truth.py --run runs/gradients      # train with checkpoints, measure, write the rows
-    python benchmarks/gradients/truth.py --steps runs/consecutive  # the steps of the grid of gradients/consecutive.yaml
     python benchmarks/gradients/truth.py                           # print the tables of the committed rows
-    python benchmarks/gradients/truth.py --docs                    # write docs/gradients.md, with the pictures
+    python benchmarks/gradients/truth.py --docs                    # write docs/gradients.md, with the picture
 
 The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
 fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/
 
 from gradients.page import page
 from gradients.rows import Row
-from gradients.steps import Step, steps_of
 from megatron_rc.files import read_csv, write_csv
 from megatron_rc.settings import job as job_settings
 
@@ -32,9 +30,6 @@ PAGE = ROOT / "docs/gradients.md"
 TABLES = "## Checkpoints\n\n"
 """Heading of the page from which on it is printed."""
 PICTURE = ROOT / "docs/images/gradients.png"
-CONSECUTIVE = ROOT / "benchmarks/gradients/consecutive.yaml"
-CONSECUTIVE_ROWS = ROOT / "benchmarks/gradients/results/gradient-steps.csv"
-CONSECUTIVE_PICTURE = ROOT / "docs/images/gradients-consecutive.png"
 RECIPE = ROOT / "launch/recipes/methods.yaml"
 CELL = {"setting": ["stale-16"], "method": ["none"]}
 STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 4), 80: (None,)}
@@ -79,24 +74,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run")
-    parser.add_argument("--steps", type=Path, metavar="FOLDER", help="read the steps of the runs of this grid")
-    parser.add_argument("--docs", action="store_true", help="write the tables and the pictures of the page again")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the picture of the page again")
     options = parser.parse_args()
     if options.run:
         found: list[Row] = []
         for more in measure(train(options.run, options.seed)):
             write_csv(Row, found := [*found, *more], ROWS, digits=5)
-    if options.steps:
-        write_csv(Step, steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS, digits=5)
-    rows, steps = read_csv(Row, ROWS), read_csv(Step, CONSECUTIVE_ROWS)
+    rows = read_csv(Row, ROWS)
     if options.docs:
-        from gradients.picture import draw, draw_steps
+        from gradients.picture import draw
 
         draw(rows, PICTURE)
-        draw_steps(steps, CONSECUTIVE_PICTURE)
-        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows, steps))
+        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows))
     else:
-        sys.stdout.write(page(rows, steps))
+        sys.stdout.write(page(rows))
 
 
 if __name__ == "__main__":
