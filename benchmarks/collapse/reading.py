@@ -11,7 +11,7 @@ import numpy as np
 
 from collapse.facts import EXACT, facts_of
 from collapse.rows import SIGNALS, Point, Row
-from gradients.lead_lag_runs import WINDOW, half_way
+from collapse.half_way import WINDOW, half_way
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.jobs import verdicts

@@ -2,7 +2,7 @@
 
     python benchmarks/real/atlas.py
 
-Published rows are edited by hand: each quotes its source, and says of which statistic it is.
+Published rows are edited by hand. Each row quotes its source and names its statistic.
 """
 
 import math

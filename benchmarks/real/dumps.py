@@ -15,6 +15,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
 from diagnosis.traps.dumps import BITS, read, write
+from diagnosis.traps.faults import late_by_one
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.dump.schema import step_files
 
@@ -23,14 +24,6 @@ PARTS = 4
 """Dumps made of a step."""
 FAULTY_OF = ("bf16", "int8", "fp8-block")
 """Rows whose dumps get faults: a fault must be found in noise of any size."""
-MADE_HERE = ("finish_reason",)
-
-
-def shifted(chunk: Chunk) -> Chunk:
-    """The sampler's list is late by one token."""
-    log_mu = np.roll(chunk.log_mu, 1)
-    log_mu[chunk.cu_seqlens[:-1]] = chunk.log_mu[chunk.cu_seqlens[:-1]]
-    return replace(chunk, log_mu=log_mu)
 
 
 def paired_wrongly(chunk: Chunk) -> Chunk:
@@ -52,7 +45,7 @@ def every(share: float, value: float) -> Callable[[Chunk], Chunk]:
 
 
 FAULTS: dict[str, Callable[[Chunk], Chunk]] = {
-    "shifted by one": shifted,
+    "shifted by one": late_by_one,
     "paired wrongly": paired_wrongly,
     "sentinel": every(0.02, -9999.0),
     "zeros": every(0.05, 0.0),
@@ -78,10 +71,10 @@ def main(gap: Path) -> None:
         for step, file in sorted(files.items()) if len(files) == 2 else ():
             for number, chunk in enumerate(parts(read(file))):
                 name = f"{row.name}-{step}-{number}{'-aside' * (number >= PARTS // 2)}"
-                write(chunk, DUMPS / f"healthy-{name}.parquet", without=MADE_HERE, bits=BITS)
+                write(chunk, DUMPS / f"healthy-{name}.parquet", without=("finish_reason",), bits=BITS)
                 for fault, plant in FAULTS.items() if row.name in FAULTY_OF and number in (1, 2) and step == 1 else ():
                     file_name = f"{fault.replace(' ', '-')}-{name}.parquet"
-                    write(plant(chunk), DUMPS / file_name, without=MADE_HERE, bits=BITS)
+                    write(plant(chunk), DUMPS / file_name, without=("finish_reason",), bits=BITS)
     made = list(DUMPS.glob("*.parquet"))
     print(f"{len(made)} dumps, {sum(file.stat().st_size for file in made) / 1e6:.1f} MB: {DUMPS}")
 

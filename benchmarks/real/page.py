@@ -148,6 +148,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     text = (Path(__file__).parent / "page.md").read_text()
     for name, value in {
         "MACHINES": "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()})),
+        "SPEED": (RESULTS / "speed.md").read_text().strip(),
         "TABLE": "\n".join(table(found)),
         "LAW": "\n".join(law(found)),
         "PARTS": "\n".join(parts(found)),

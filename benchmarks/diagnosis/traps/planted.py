@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from diagnosis.traps.dumps import with_columns
-from diagnosis.traps.faults import misconverted, penalised, rounded
+from diagnosis.traps.faults import late_by_one, misconverted, penalised, rounded
 from diagnosis.traps.lab import NEWEST, SERVERS, Lab
 from diagnosis.traps.language import END
 from diagnosis.traps.models import VERSIONS, build
@@ -74,14 +74,6 @@ def expert_flips(lab: Lab) -> Chunk:
     return lab.dump(samples, model=build(lab.moe.config, lab.moe.versions[NEWEST]))
 
 
-def shifted(lab: Lab) -> Chunk:
-    """The sampler's list is late by one token."""
-    planted = lab.healthy_dump
-    log_mu = np.roll(planted.log_mu, 1)
-    log_mu[planted.cu_seqlens[:-1]] = planted.log_mu[planted.cu_seqlens[:-1]]
-    return replace(planted, log_mu=log_mu)
-
-
 def zero_filled(lab: Lab) -> Chunk:
     """Every eighth response has 0.0 instead of its log-probs."""
     planted = lab.healthy_dump
@@ -118,7 +110,7 @@ TRAPS: dict[str, Trap] = {
     "raw logs at temperature 0.8": Trap("real engine", "RC104", "BUG", lambda lab: raw_logs(lab, 0.8)),
     "raw logs at temperature 0.95": Trap("real engine", "RC104", "BUG", lambda lab: raw_logs(lab, 0.95)),
     "padded vocabulary": Trap("real engine", "RC106", "BUG", lambda lab: lab.dump(lab.healthy, padding=128)),
-    "shifted by one": Trap("injected", "RC201", "BUG", shifted),
+    "shifted by one": Trap("injected", "RC201", "BUG", lambda lab: late_by_one(lab.healthy_dump)),
     "zero-filled": Trap("injected", "RC203", "BUG", zero_filled),
     "forced end": Trap("injected", "RC203", "BUG", forced_end),
     "another template": Trap("real engine", "RC205", "BUG", other_prompt),
