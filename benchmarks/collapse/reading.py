@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from collapse.facts import EXACT, facts_of
-from collapse.rows import SIGNALS, Point, Row
 from collapse.half_way import WINDOW, half_way
+from collapse.rows import SIGNALS, Point, Row
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.jobs import verdicts

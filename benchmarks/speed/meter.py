@@ -83,7 +83,7 @@ class Meter:
         """Everything about every call; the bytes that kernels load and store are counted for ours, without a GPU."""
         found: dict[str, Figures] = {name: {} for name in calls}
         for name, call in calls.items():
-            # ours alone are captured: memory that a failed capture of a peer has taken stays taken until the process ends
+            # ours alone are captured: a peer's failed capture keeps its memory until the process ends
             graphs = [self.graph] if name.startswith(ours) and not call.waits else []
             ways = [launches, extra_bytes, *graphs] if self.measures else [counted_launches]
             for way in [*ways, *([counted_bytes] if name == ours and not self.measures else [])]:
