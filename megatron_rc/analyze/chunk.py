@@ -18,6 +18,9 @@ Flags = NDArray[np.bool_]
 LOG_RATIO_BOUND = 50.0
 """nats; log-ratios are clamped to it, so that one impossible token does not make sums overflow."""
 
+TURN_GAP = 3
+"""Fewest tokens outside the loss between two turns: shorter gaps are single tokens that a host has masked."""
+
 
 def k3(log_ratio: Floats) -> Floats:
     """e^l - 1 - l, without cancellation at small l."""
@@ -114,10 +117,25 @@ class Chunk:
 
 
 def loss_tokens(chunk: Chunk) -> Chunk:
-    """The tokens that count in the loss, with the column position instead of loss_mask."""
+    """The tokens that count in the loss, with the column position instead of loss_mask, and turns from its gaps."""
     columns = {name: values for name, values in chunk.tokens.items() if name != "loss_mask"}
     whole = replace(chunk, tokens={**columns, "position": chunk.index})
-    return whole.select(chunk.tokens["loss_mask"]) if "loss_mask" in chunk.tokens else whole
+    if "loss_mask" not in chunk.tokens:
+        return whole
+    mask = chunk.tokens["loss_mask"]
+    kept = whole.select(mask)
+    return kept if "turn" in columns else replace(kept, tokens={**kept.tokens, "turn": turns(kept)})
+
+
+def turns(kept: Chunk) -> Integers:
+    """[N] number of the turn of each loss token, from 0: a turn begins behind TURN_GAP tokens outside the loss."""
+    position = kept.tokens["position"]
+    begins = np.zeros(position.size, dtype=np.int64)
+    begins[1:] = (np.diff(position) > TURN_GAP) & (np.diff(kept.sequence_of) == 0)
+    counted = np.cumsum(begins)
+    first = counted[kept.cu_seqlens[:-1][kept.lengths > 0]]
+    result: Integers = counted - np.repeat(first, kept.lengths[kept.lengths > 0])
+    return result
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

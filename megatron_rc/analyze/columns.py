@@ -18,7 +18,7 @@ TOKEN_COLUMNS = {
     "kept_mass": Column("share of the trainer's full distribution on the ids that the sampler kept"),
     "token_id": Column("id of the token", "id"),
     "version": Column("version of the weights that drew the token", "id"),
-    "turn": Column("index of the turn that the token belongs to", "id"),
+    "turn": Column("index of the turn that the token belongs to; without it, from the gaps of loss_mask", "id"),
     "advantage": Column("advantage of the token"),
     "routes_shifted": Column("share of the MoE layers whose experts differ between sampler and trainer"),
 }

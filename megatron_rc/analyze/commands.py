@@ -62,6 +62,13 @@ def analyze(
     ignore: Annotated[
         str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}", autocompletion=rule_codes)
     ] = "",
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="Coarser precision of the two sides: fp32, bf16, fp16, int8, fp8, int4.")
+    ] = "",
+    model_kind: Annotated[str, typer.Option(metavar="KIND", help="dense, or moe for a mixture of experts.")] = "",
+    floor: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Noise floor of your servers, from doctor --probe --floor FILE.")
+    ] = None,
     host: Annotated[
         str,
         typer.Option(metavar="NAME", help="Print the fixes for this codebase, such as verl.", autocompletion=_hosts),
@@ -94,6 +101,7 @@ def analyze(
 
     from megatron_rc.analyze import conditions, output, terminal
     from megatron_rc.analyze.diagnosis import diagnose_dump
+    from megatron_rc.analyze.known import Known, read_floor
     from megatron_rc.analyze.pages import html as pages
     from megatron_rc.analyze.rules import check_code
     from megatron_rc.drawing.frame import without_folder
@@ -102,20 +110,22 @@ def analyze(
     if not no_html:
         pages.refuse_foreign(html)
     host = terminal.host_named(host)
+    known = Known(precision, model_kind, None if floor is None else read_floor(floor))
     required = conditions.read(require) if require else []
     selected, ignored = _codes(select), _codes(ignore)
     for code in (*selected, *ignored):
         check_code(code)
     shown = Console(highlight=False)
     with _progress_bar(dump) as progress:
-        diagnosis = diagnose_dump(dump, format=dump_format or None, select=selected, ignore=ignored, progress=progress)
+        rules = {"select": selected, "ignore": ignored}
+        diagnosis = diagnose_dump(dump, format=dump_format or None, **rules, known=known, progress=progress)
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif require_format == "text":
         terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
-    outcomes = [condition.check(diagnosis) for condition in required]
+    outcomes = [condition.check(diagnosis, share=share) for condition in required]
     if require and require_format == "junit":
         print(output.junit(outcomes))
     elif require and require_format == "github":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import DOUBTS
 
 
@@ -57,12 +58,15 @@ class Condition:
     sign: str
     value: str
 
-    def check(self, diagnosis: Diagnosis) -> Outcome:
-        """Whether it holds; ValueError for a number that these data do not have."""
+    def check(self, diagnosis: Diagnosis, *, share: bool = False) -> Outcome:
+        """Whether it holds; ValueError for a number that these data do not have.
+
+        ``share`` leaves out the sentences of verdicts, which may name servers and ids.
+        """
         name, sign, value = self.name, self.sign, self.value
         if name not in NUMBERS:
             wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
-            seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
+            seen = "; ".join(f"{v.code} ({v.level})" + ("" if share else f": {v.sentence}") for v in wrong)
             return Outcome(self.text, not wrong, seen or f"no rule {name}* found a bug")
         measured = NUMBERS[name].of(diagnosis)
         if measured is None:
@@ -92,6 +96,9 @@ def _condition(text: str) -> Condition:
     if name.startswith("RC"):
         if sign != "=" or value != "none":
             raise ValueError(f"--require: {text!r} must be {name}=none")
+        if not any(code.startswith(name) for code in RULES):
+            known = ", ".join(sorted(RULES))
+            raise ValueError(f"--require: no rule has a code that begins with {name!r}; the rules are {known}")
         return Condition(text, name, sign, value)
     if name not in NUMBERS:
         raise ValueError(f"--require: unknown number {name!r}; known: {', '.join(NUMBERS)}, and codes such as RC2")

@@ -14,12 +14,17 @@ from numpy.typing import ArrayLike
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.evidence import Evidence, Gathering
+from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
+from megatron_rc.analyze.rules.rc102 import FIRST_ORDER, RATIO_FLOOR
+from megatron_rc.analyze.rules.rc103 import SURPRISE_FLOOR
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition, decompose
+from megatron_rc.analyze.statistics.noise import FEWEST
+from megatron_rc.analyze.statistics.power import Power, power
 from megatron_rc.analyze.statistics.timeline import Logged, Timeline, logged_next_to
 from megatron_rc.analyze.statistics.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.correction.settings import PRESETS
@@ -69,6 +74,19 @@ class Diagnosis:
         course = self.evidence.course
         return None if course is None else course.corrected(self.evidence.adjusted)
 
+    @cached_property
+    def power(self) -> Power:
+        """The smallest faults that these data would have shown."""
+        evidence, noise = self.evidence, self.evidence.noise
+        return power(
+            evidence.sums,
+            len(evidence.tests),
+            floors=(max(RATIO_FLOOR, FIRST_ORDER * evidence.whole.k3), SURPRISE_FLOOR),
+            unsure=int(noise.unsure.sum()),
+            servers=len(evidence.by_server),
+            fewest=FEWEST,
+        )
+
     @property
     def hidden_sampling_possible(self) -> bool:
         """True without the column entropy: then a hidden temperature or top-p cannot be excluded."""
@@ -97,6 +115,7 @@ def diagnose(
     name: str = "arrays",
     select: Collection[str] = (),
     ignore: Collection[str] = (),
+    known: Known | None = None,
     **columns: ArrayLike,
 ) -> Diagnosis:
     """Diagnose the gap between trainer and sampler from arrays.
@@ -109,6 +128,7 @@ def diagnose(
         name: what the report calls the data.
         select: codes of the only rules to judge.
         ignore: codes of rules to leave out.
+        known: precision, kind of model and noise floor, which the gap is compared with.
         columns: further columns by their names in ``analyze.columns``, [N] per token or [S] per sequence, such as
             ``entropy``, ``loss_mask``, ``server``; each unlocks rules.
 
@@ -122,8 +142,8 @@ def diagnose(
     arrays = {column: _array(values) for column, values in columns.items()}
     for column in arrays:
         if column not in TOKEN_COLUMNS and column not in SEQUENCE_COLUMNS:
-            known = ", ".join([*TOKEN_COLUMNS, *SEQUENCE_COLUMNS])
-            raise ValueError(f"unknown column {column!r}; known: {known}")
+            names = ", ".join([*TOKEN_COLUMNS, *SEQUENCE_COLUMNS])
+            raise ValueError(f"unknown column {column!r}; known: {names}")
     offsets, tokens = _array(cu_seqlens).astype(np.int64), pi.size
     # advantage may be per token or per sequence; its length decides
     per_token = {c: a.reshape(-1) for c, a in arrays.items() if c in TOKEN_COLUMNS and a.size == tokens}
@@ -134,7 +154,7 @@ def diagnose(
         {c: a.astype(bool) if c == "loss_mask" else a for c, a in per_token.items()},
         {c: a for c, a in arrays.items() if c not in per_token},
     )
-    return diagnosis_of([chunk], name, "arrays", CorruptRows(), select=select, ignore=ignore)
+    return diagnosis_of([chunk], name, "arrays", CorruptRows(), select=select, ignore=ignore, known=known)
 
 
 def diagnose_dump(
@@ -143,6 +163,7 @@ def diagnose_dump(
     format: str | None = None,
     select: Collection[str] = (),
     ignore: Collection[str] = (),
+    known: Known | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Diagnosis:
     """Diagnose a dump on disk; the memory that this takes does not grow with the dump.
@@ -152,6 +173,7 @@ def diagnose_dump(
         format: name of the format in ``analyze.readers.FORMATS``; None looks into the files.
         select: codes of the only rules to judge.
         ignore: codes of rules to leave out.
+        known: precision, kind of model and noise floor, which the gap is compared with.
         progress: called with the size in bytes of each file once it is read.
 
     Raises:
@@ -167,6 +189,7 @@ def diagnose_dump(
         logged=logged_next_to(Path(path)),
         select=select,
         ignore=ignore,
+        known=known,
     )
 
 
@@ -180,8 +203,9 @@ def diagnosis_of(
     logged: Logged = MappingProxyType({}),
     select: Collection[str] = (),
     ignore: Collection[str] = (),
+    known: Known | None = None,
 ) -> Diagnosis:
-    gathering = Gathering()
+    gathering = Gathering(known)
     for chunk in chunks:
         gathering.add(chunk)
     evidence = gathering.evidence(logged)

@@ -1,6 +1,6 @@
 """Everything that is measured on a dump, in one pass over its sequences: what the rules and the pages read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -8,10 +8,12 @@ import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats, damaged, loss_tokens
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.statistics.alignment import LagSums
 from megatron_rc.analyze.statistics.factors import FACTORS
 from megatron_rc.analyze.statistics.growth import Growth, GrowthSums
 from megatron_rc.analyze.statistics.honesty import Honesty, honesty
+from megatron_rc.analyze.statistics.noise import Noise
 from megatron_rc.analyze.statistics.outcome_filter import OutcomeFilter, OutcomeSums
 from megatron_rc.analyze.statistics.profile import Permutations, Profile, ProfileSums
 from megatron_rc.analyze.statistics.reservoir import Reservoir
@@ -21,6 +23,7 @@ from megatron_rc.analyze.statistics.steps import Step, StepSums
 from megatron_rc.analyze.statistics.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
 from megatron_rc.analyze.statistics.tail import Tail, TailSums
 from megatron_rc.analyze.statistics.timeline import Logged, Timeline, timeline
+from megatron_rc.analyze.statistics.token_ids import Persistence, persistence
 
 PLACES = 5
 """Most damaged sequences that are named."""
@@ -72,6 +75,8 @@ class Evidence:
     """Loss tokens of a uniform sample of the sequences that have any."""
     outcome_filter: OutcomeFilter
     """Whether the responses were chosen by their rewards; if so, the honesty tests decide nothing."""
+    known: Known = field(default_factory=Known)
+    """What the user knows about the sides."""
     course: Timeline | None = None
     """The course over the steps, with p-values before the correction; None with too few steps."""
 
@@ -88,6 +93,27 @@ class Evidence:
             self.sign_test,
             *(self.course.tests if self.course else ()),
         ]
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The noise of the sample, told from how sure the model is."""
+        return Noise(self.sample)
+
+    @cached_property
+    def persistence(self) -> Persistence:
+        """How much ids err alike in different prompts; needs the column token_id."""
+        return persistence(self.sample, self.noise)
+
+    @cached_property
+    def lags(self) -> frozenset[int]:
+        """Updates between sampling and scoring, as the dump's versions say; empty where it does not say."""
+        profile = self.profiles.get("lag")
+        return frozenset() if profile is None else frozenset(int(lag) for lag in profile.bins)
+
+    @property
+    def older(self) -> bool:
+        """True where the dump says that older weights sampled some of the tokens."""
+        return any(lag > 0 for lag in self.lags)
 
     @cached_property
     def adjusted(self) -> dict[str, float]:
@@ -116,8 +142,9 @@ class Evidence:
 class Gathering:
     """Sums that become an Evidence, added chunk by chunk."""
 
-    def __init__(self) -> None:
-        self._read = 0
+    def __init__(self, known: Known | None = None) -> None:
+        self._known = known or Known()
+        self._read = self._masked = 0
         self._damaged: dict[str, int] = {}
         self._places: list[int] = []
         self._columns: frozenset[str] | None = None
@@ -133,6 +160,7 @@ class Gathering:
 
     def add(self, chunk: Chunk) -> None:
         self._outcomes.add(chunk)
+        self._masked += int((~chunk.tokens["loss_mask"]).sum()) if "loss_mask" in chunk.tokens else 0
         chunk = self._without_damage(loss_tokens(chunk))
         columns = frozenset({*chunk.tokens, *chunk.sequences})
         if self._columns is None:
@@ -169,6 +197,9 @@ class Gathering:
         if self._damaged and not sums.tokens:
             kinds = (f"{count:,} with {_DAMAGE[kind]}" for kind, count in self._damaged.items())
             raise ValueError(f"the dump has no loss token left without the damaged responses: {', '.join(kinds)}")
+        if self._masked and not sums.tokens:
+            where = f"all {self._masked:,} tokens of {self._read:,} responses"
+            raise ValueError(f"the dump has no loss token: the loss mask is 0 at {where}")
         whole = honesty(sums)
         assert self._columns is not None, "honesty has refused a dump without tokens"
         best, alignment = self._lags.test()
@@ -204,6 +235,7 @@ class Gathering:
             heat=self._heat,
             sample=sample,
             outcome_filter=self._outcomes.outcome_filter(self._columns),
+            known=self._known,
         )
         return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 

@@ -6,6 +6,12 @@ import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
 
+SILENT = 1.5
+"""Factor by which a dump may be beyond a range without a word."""
+FAILED_K3 = 0.012
+"""nats per token; smallest early k3 of a run without a correction that failed (docs/collapse.md: policies that were 16
+updates old, responses of 512 tokens). No correction is never recommended from here on."""
+
 
 class LabRange(NamedTuple):
     """Ranges of a lab's runs in which a correction held; what it does outside them is unknown."""
@@ -18,20 +24,24 @@ class LabRange(NamedTuple):
     """Size of the largest vocabulary."""
 
     def missed(self, evidence: Evidence) -> tuple[str, ...]:
-        """In what respects a dump is outside the ranges, as text; empty if it is inside."""
+        """In what respects, in which direction and by which factor a dump is beyond the ranges; empty if inside."""
         length = evidence.sums.tokens / evidence.sequences
         depth = length / evidence.growth.horizon
         ids = evidence.sample.tokens.get("token_id")
         shortest, longest = self.length
         out = []
-        if not shortest <= length <= longest:
-            out.append(f"responses of {length:.3g} tokens (covered: {shortest:g} to {longest:g})")
-        if depth > self.depth:
-            out.append(f"T/T* = {depth:.2g} (covered: up to {self.depth:g})")
+        if length > SILENT * longest:
+            out.append(f"responses {length / longest:.1f} times as long as the longest tested ({longest:g} tokens)")
+        elif length < shortest / SILENT:
+            out.append(f"responses {shortest / length:.1f} times as short as the shortest tested ({shortest:g} tokens)")
+        if depth > SILENT * self.depth:
+            out.append(f"a length over T* {depth / self.depth:.1f} times the largest tested ({self.depth:g})")
         if ids is None:
-            out.append(f"an unknown vocabulary (covered: {self.vocabulary} tokens)")
-        elif (largest := int(np.max(ids, initial=0))) >= self.vocabulary:
-            out.append(f"token ids up to {largest:,} (covered: vocabularies of {self.vocabulary})")
+            out.append(f"an unknown vocabulary (tested: {self.vocabulary} ids)")
+        elif (largest := int(np.max(ids, initial=0)) + 1) > SILENT * self.vocabulary:
+            out.append(
+                f"a vocabulary {largest / self.vocabulary:,.0f} times the largest tested ({self.vocabulary} ids)"
+            )
         return tuple(out)
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.headline import headline
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.significance import Test
@@ -31,6 +32,8 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         "source": "" if share else diagnosis.source,
         "format": diagnosis.format,
         "level": diagnosis.level,
+        "headline": headline(diagnosis),
+        "power": dataclasses.asdict(diagnosis.power),
         "tokens": evidence.whole.tokens,
         "sequences": evidence.sequences,
         "columns": sorted(evidence.columns),

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rc import schema
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.lab_range import LAB, LabRange
+from megatron_rc.analyze.lab_range import FAILED_K3, LAB, LabRange
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.bound import Bound, sequence_ratio, sequence_terms, token_terms
 from megatron_rc.analyze.statistics.tail import LIMIT
@@ -35,9 +35,10 @@ class Recommendation:
     """The correction that suits a dump.
 
     The gap is measured on whole responses, whose weight is W = exp(sum l): by the total variation, mean (1 - W)_+, and
-    by KL(mu || pi), mean sum k3. While the first is negligible, nothing needs to be corrected. Otherwise the
-    sequence weight, which alone leaves no bias, is taken where its variance is small (KL < 1/2) and its tail can be
-    trusted (k-hat <= 0.7), and the weight of each token elsewhere. C is the bound with the least measured error.
+    by KL(mu || pi), mean sum k3. While the first is negligible, and no run with this k3 failed without a correction,
+    nothing needs to be corrected. Otherwise the sequence weight, which alone leaves no bias, is taken where its
+    variance is small (KL < 1/2) and its tail can be trusted (k-hat <= 0.7), and the weight of each token elsewhere.
+    C is the bound with the least measured error.
     """
 
     method: str
@@ -52,6 +53,8 @@ class Recommendation:
     """Rules that answered suspect or undecided."""
     trusted: bool
     """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
+    k3: float
+    """Mean k3 per token, nats."""
     kl: float
     """Mean KL(mu || pi) of a response, nats."""
     variation: float
@@ -91,8 +94,7 @@ class Recommendation:
         elif not self.trusted:
             size = "but the tail of the weights of whole responses cannot be trusted"
         else:
-            tested = ", had they been tested here" if self.untested else ""
-            size = f"little enough for weights of whole responses{tested}"
+            size = "little enough for weights of whole responses"
         low, high = self.upper_interval
         bound = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         return (
@@ -105,7 +107,12 @@ class Recommendation:
         if not self.untested:
             return ""
         outside = "; ".join(self.untested)
-        return f" The collapse lab has no such runs with a correction: {outside}. Try none first, then token-tis."
+        advice = ""
+        if self.k3 >= FAILED_K3:
+            advice = f" Runs without a correction failed from a k3 of {FAILED_K3:g} on, so do not start without one."
+        elif self.upper_interval is not None:
+            advice = f" Try none first, then {self.method}."
+        return f" Beyond what the collapse lab tested: {outside}.{advice}"
 
     def to_dict(self) -> dict[str, Any]:
         """The recommendation in numbers, as plain values."""
@@ -135,8 +142,8 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = L
     divergence = np.bincount(chunk.sequence_of, weights=chunk.k3, minlength=chunk.num_sequences)
     variation = np.maximum(1 - sequence_ratio(chunk), 0)
     trusted, untested = evidence.sequence_tail.k <= LIMIT, lab.missed(evidence)
-    allows_sequences = trusted and not untested
-    level = _level(float(variation.mean()), float(divergence.mean()), allows_sequences)
+    k3 = evidence.whole.k3
+    level = _level(float(variation.mean()), float(divergence.mean()), k3, trusted)
     bounds = {name: part.bound(np.ones(chunk.num_sequences)) for name, part in terms.items()}
 
     random = np.random.default_rng(SEED)
@@ -144,7 +151,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = L
     for _ in range(RESAMPLINGS):
         drawn = random.integers(chunk.num_sequences, size=chunk.num_sequences)
         variations.append(float(variation[drawn].mean()))
-        levels.append(_level(variations[-1], float(divergence[drawn].mean()), allows_sequences))
+        levels.append(_level(variations[-1], float(divergence[drawn].mean()), k3, trusted))
         if level in terms:
             times = np.bincount(drawn, minlength=chunk.num_sequences).astype(np.float64)
             uppers.append(terms[level].bound(times).upper)
@@ -158,6 +165,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = L
         suspects=tuple(verdict.code for verdict in verdicts if verdict.level in (Level.SUSPECT, Level.UNDECIDED)),
         untested=untested,
         trusted=trusted,
+        k3=k3,
         kl=float(divergence.mean()),
         variation=float(variation.mean()),
         variation_interval=_interval(variations),
@@ -167,10 +175,10 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = L
     )
 
 
-def _level(variation: float, kl: float, allows_sequences: bool) -> str:
-    if variation <= NEGLIGIBLE:
+def _level(variation: float, kl: float, k3: float, trusted: bool) -> str:
+    if variation <= NEGLIGIBLE and k3 < FAILED_K3:
         return "none"
-    return "sequence" if allows_sequences and kl < USEFUL else "token"
+    return "sequence" if trusted and kl < USEFUL else "token"
 
 
 def _method(level: str, bounds: dict[str, Bound]) -> tuple[str, RolloutCorrection]:

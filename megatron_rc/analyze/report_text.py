@@ -4,21 +4,17 @@ import math
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.rules.rule import Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.honesty import Honesty
+from megatron_rc.analyze.statistics.profile import Profile
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.tail import LIMIT
 from megatron_rc.analyze.statistics.timeline import Timeline
 from megatron_rc.analyze.statistics.what_if import WhatIf, WhatIfTable
 
-HEADLINES = {
-    Level.BUG: "BUG: the two sides do not compute the same thing",
-    Level.SUSPECT: "SUSPECT: a bug fits, and an experiment must decide",
-    Level.UNDECIDED: "UNDECIDED: a bug fits, and so does the filter of the responses",
-    Level.LAG: "LAG: older weights sampled",
-    Level.NUMERICS: "NUMERICS: no sign of a bug",
-}
+ONE_TOKEN = 0.5
+"""Share of k3 from which a single token is named."""
 SERIES_LEVEL = 0.01
 """Two series of a run are said to move together if the corrected p is below this."""
 KAPPA_NEAR = (0.5, 1.5)
@@ -90,7 +86,7 @@ def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, st
         ("z_rho", f"{panel.z_ratio.z:+.1f}", p(panel.z_ratio), _mean_ratio(evidence, panel)),
         ("z_W", surprise, p(panel.z_surprise), _surprise(panel)),
         ("mean l", f"{panel.mean_log_ratio:+.1e}", above, "nats; above 0 is impossible for honest logs"),
-        ("kappa", f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}", "", _kappa(panel)),
+        ("kappa", "-" if not panel.k3 else f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}", "", _kappa(panel)),
         ("log mu = 0", f"{panel.exact_zeros:.2%}", "", zeros),
         ("equal", f"{panel.exact:.2%}", "", "of the tokens have both log-probs equal bit for bit"),
     ]
@@ -99,6 +95,8 @@ def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, st
 def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
     """(name, text) of each number that says how large the gap is."""
     whole, growth = evidence.whole, evidence.growth
+    if not whole.k3:
+        return [("k3", "0: both lists are equal at every token")]
     tail = evidence.token_tail.k, evidence.sequence_tail.k
     trusted = "weights of whole sequences cannot be trusted" if tail[1] > LIMIT else "below the limit of 0.7"
     return [
@@ -108,14 +106,35 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
         ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
+        *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
 
 
+def _one_token(evidence: Evidence) -> str:
+    """Where the token is that carries most of the gap alone; empty if none does."""
+    chunk = evidence.sample
+    worst = int(chunk.k3.argmax())
+    if not chunk.k3[worst] > ONE_TOKEN * chunk.k3.sum():
+        return ""
+    sequence = int(chunk.sequence_of[worst])
+    names = [f"{name} {chunk.sequences[name][sequence]}" for name in ("step", "group") if name in chunk.sequences]
+    place = ", ".join([*names, f"position {chunk.tokens['position'][worst]}"])
+    return f"{chunk.k3[worst] / chunk.k3.sum():.0%} of k3 at {place}: log pi {chunk.log_pi[worst]:.3g}, log mu " + (
+        f"{chunk.log_mu[worst]:.3g}"
+    )
+
+
 def factor_lines(evidence: Evidence) -> list[tuple[str, float, str, int]]:
-    """(title, share of the variance of |l|, p-value, values) of each factor, the one that explains most first."""
+    """(title, share of the variance of |l|, p-value, values) of each factor: significant ones first, then the one
+    that explains most."""
     lines = []
-    for name, profile in sorted(evidence.profiles.items(), key=lambda item: -item[1].explained):
-        test = evidence.factor_tests.get(name)
+    tests = evidence.factor_tests
+
+    def order(item: tuple[str, Profile]) -> tuple[bool, float]:
+        return not evidence.significant(tests.get(item[0])), -item[1].explained
+
+    for name, profile in sorted(evidence.profiles.items(), key=order):
+        test = tests.get(name)
         p = probability(evidence.adjusted.get(test.name)) if test else "one value"
         lines.append((profile.factor.title, profile.explained, p, len(profile.bins)))
     return lines
@@ -205,6 +224,8 @@ def _mean_ratio(evidence: Evidence, panel: Honesty) -> str:
 
 
 def _kappa(panel: Honesty) -> str:
+    if not panel.k3:
+        return "no gap: both lists are equal"
     if not panel.kappa_counts:
         return "too uncertain at so small a gap to say anything"
     near = KAPPA_NEAR[0] <= panel.kappa <= KAPPA_NEAR[1]

@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron_rc.analyze import report_text
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.headline import excluded, headline
 from megatron_rc.analyze.readers import FORMATS
 from megatron_rc.analyze.rules.rule import DOUBTS, HOSTS, Level
 from megatron_rc.analyze.statistics.what_if import Missing
@@ -67,10 +68,12 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
         console.print(f"[yellow]{report_text.NO_ENTROPY}[/]")
     source = "A rollout dump" if share else diagnosis.source
     console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {report_text.size(diagnosis.evidence)}")
-    console.print(f"[{STYLES[diagnosis.level]}]{report_text.HEADLINES[diagnosis.level]}[/]")
+    console.print(f"[{STYLES[diagnosis.level]}]{headline(diagnosis)}[/]")
     if filtered := diagnosis.evidence.outcome_filter.sentence:
         console.print(f"[yellow]{filtered}[/]")
     _show_verdicts(diagnosis, console, host, share)
+    if shown := excluded(diagnosis):
+        console.print(f"[dim]{shown}[/]")
     console.print(f"[bold]{escape(diagnosis.recommendation.headline)}[/]")
     _show_numbers(diagnosis, console)
     _show_rest(diagnosis, console, share)
@@ -148,8 +151,11 @@ def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
 def _show_rest(diagnosis: Diagnosis, console: Console, share: bool) -> None:
     judgement = diagnosis.judgement
     if judgement.not_run:
-        rules = ", ".join(f"{code} ({', '.join(columns)})" for code, columns in judgement.not_run.items())
-        console.print(f"[dim]Not run, columns missing: {rules}[/]")
+        by_columns: dict[str, list[str]] = {}
+        for code, columns in judgement.not_run.items():
+            by_columns.setdefault(", ".join(columns), []).append(code)
+        missing = "; ".join(f"{columns} ({', '.join(codes)})" for columns, codes in by_columns.items())
+        console.print(f"[dim]Not run, columns missing: {missing}[/]")
     if judgement.not_judged:
         first = next(iter(judgement.not_judged.values()))
         console.print(f"[dim]Not judged before {first} is fixed: {', '.join(judgement.not_judged)}[/]")

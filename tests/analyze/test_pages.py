@@ -10,7 +10,7 @@ import pytest
 from megatron_rc.analyze import rules
 from megatron_rc.analyze.commands import explain
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules import RULES, rc301, rc501
+from megatron_rc.analyze.rules import RULES, rc301
 from megatron_rc.analyze.rules.rule import HOSTS, Page
 from megatron_rc.analyze.statistics.alignment import LAGS
 from megatron_rc.analyze.statistics.factors import FACTORS
@@ -18,25 +18,29 @@ from megatron_rc.analyze.statistics.significance import LARGEST_SHARE
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/rules/reference.md").read_text(encoding="utf-8")
 SECTIONS = ["How it is decided", "What else looks like this", "The experiment that decides", "Fix", "Seen in"]
-UNSAID = {"RC301": {rc301.FRESH, rc301.MOSTLY_CACHED}, "RC501": {rc501.UNSURE, rc501.FEWEST_UNSURE}}
-"""Constants that a page describes in words: tenths, and what typical means."""
+UNSAID = {"RC301": {rc301.FRESH, rc301.MOSTLY_CACHED}}
+"""Constants that a page describes in words: tenths."""
 BOUND = re.compile(
     r"(?:at least|below|above|within|from|to|or|by|up to|more than|of at least) (-?\d[\d.]*(?:e-?\d+)?)(?![\w/])"
 )
 
 
-def numbers_of(function: types.FunctionType) -> tuple[set[float], set[float]]:
+def numbers_of(
+    function: types.FunctionType, seen: frozenset[types.FunctionType] = frozenset()
+) -> tuple[set[float], set[float]]:
     """The constants that a rule names, and the numbers that it writes out, with those of the functions it calls."""
     named, written = set(), set()
     codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
     for name in [name for code in codes for name in code.co_names]:
         value = function.__globals__.get(name)
-        if value is function:
+        if value is function or (isinstance(value, types.FunctionType) and value in seen):
             continue
         if name == "significant":
             named |= set(Evidence.significant.__defaults__)
         elif isinstance(value, types.FunctionType) and value.__module__.startswith(rules.__name__):
-            named, written = (old | new for old, new in zip((named, written), numbers_of(value), strict=True))
+            named, written = (
+                old | new for old, new in zip((named, written), numbers_of(value, seen | {function}), strict=True)
+            )
         elif name.isupper() and isinstance(value, (int, float, tuple)):
             named |= set(value) if isinstance(value, tuple) else {value}
     return named, written | {c for code in codes for c in code.co_consts if isinstance(c, (int, float))}

@@ -6,6 +6,8 @@ import pytest
 from simulated_dumps import levels
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.headline import HEADLINES, headline
+from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.rules.rule import Level
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,8 @@ BUGS = {
     "server-top-p-0.95-full-logs": "RC103",
     "raw-logs-at-temperature-0.8": "RC104",
     "raw-logs-at-temperature-0.95": "RC104",
-    "padded-vocabulary": "RC106",
+    # 0.5 % of the probability: a top-k would take as much
+    "padded-vocabulary": "RC102",
     "shifted-by-one": "RC201",
     "zero-filled": "RC203",
     "forced-end": "RC203",
@@ -34,20 +37,30 @@ BUGS = {
     "one-stale-server": "RC303",
     "server-stale-server": "RC303",
 }
-NUMERICS, TOO_LARGE = {"RC501": Level.NUMERICS}, {"RC501": Level.SUSPECT}
+NUMERICS = {"RC501": Level.NUMERICS}
+WRONG_TENSOR = ("wrong-conversion-of-one-tensor", "server-wrong-conversion")
 EXPECTED = {name: {code: Level.BUG} for name, code in BUGS.items()} | {
     **dict.fromkeys(["healthy-bf16", "healthy-int8-weights", "healthy-fp8-weights"], NUMERICS),
     **dict.fromkeys(["server-healthy", "server-retracted-requests"], NUMERICS),
-    "policy-lag": {"RC502": Level.LAG, **NUMERICS},
+    "policy-lag": {"RC502": Level.LAG},
     "expert-flips": {"RC404": Level.NUMERICS, **NUMERICS},
-    # beyond any rounding, and no rule knows the cause
-    **dict.fromkeys(["wrong-conversion-of-one-tensor", "server-wrong-conversion"], TOO_LARGE),
+    # size alone accuses nobody
+    **dict.fromkeys(WRONG_TENSOR, NUMERICS),
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) -> None:
     assert levels(diagnose_dump(FOLDER / f"{name}.parquet")) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", WRONG_TENSOR)
+def test_the_size_of_a_gap_is_doubted_until_the_precision_is_known(name: str) -> None:
+    found = diagnose_dump(FOLDER / f"{name}.parquet")
+    assert headline(found).startswith("CANNOT TELL") and "--precision" in found.verdicts[0].sentence
+    told = {kind: diagnose_dump(FOLDER / f"{name}.parquet", known=Known(kind)) for kind in ("bf16", "int8")}
+    assert "above what bf16 usually gives" in told["bf16"].verdicts[-1].sentence
+    assert headline(told["int8"]) == HEADLINES[Level.NUMERICS]
 
 
 def test_every_committed_dump_is_judged_here() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.lab_range import LAB, LabRange
+from megatron_rc.analyze.lab_range import FAILED_K3, LAB, LabRange
 from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.bound import CUSTOMARY, TRIED, advantages, sequence_terms, token_terms
@@ -80,18 +80,38 @@ def test_the_agreement_is_low_at_the_border_between_two_levels() -> None:
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        ({"length": 100}, "responses of 100 tokens (covered: "),
-        ({"length": 7, "token_id": 151_935}, "token ids up to 151,935 (covered: vocabularies of 16)"),
-        ({"length": 7, "size": 3.0}, "(covered: up to "),
+        ({"length": 100}, "responses 14.1 times as long as the longest tested (7.1 tokens)"),
+        ({"length": 2}, "responses 3.4 times as short as the shortest tested (6.7 tokens)"),
+        ({"length": 7, "token_id": 151_935}, "a vocabulary 9,496 times the largest tested (16 ids)"),
+        ({"length": 7, "size": 3.0}, " times the largest tested (3.4)"),
     ],
 )
-def test_outside_the_ranges_of_the_lab_weights_are_those_of_tokens_and_called_untested(
+def test_beyond_what_the_lab_tested_the_dimension_the_factor_and_the_direction_are_said(
     given: dict[str, float], missing: str
 ) -> None:
     found = noise(**{"size": 0.2, "sequences": 400} | given).recommendation
-    assert found.method.startswith("token-tis") and "untested here" in found.headline
+    assert "untested here" in found.headline
     assert any(missing in each for each in found.untested) and missing in found.reason
-    assert "Try none first, then token-tis." in found.to_dict()["sentence"]
+
+
+def test_a_factor_of_one_and_a_half_beyond_the_lab_is_not_mentioned() -> None:
+    assert noise(0.05, length=10).recommendation.untested == ()
+    assert noise(0.05, length=11).recommendation.untested != ()
+
+
+@pytest.mark.parametrize(("size", "length"), [(0.3, 1), (0.9, 7), (0.9, 100)])
+def test_none_is_never_recommended_at_a_gap_at_which_runs_have_failed(size: float, length: int) -> None:
+    found = noise(size, length=length, sequences=400).recommendation
+    assert found.k3 > FAILED_K3 and found.method not in ("", "none")
+    assert "none first" not in found.to_dict()["sentence"]
+
+
+def test_sequence_weights_are_recommended_up_to_the_horizon_and_never_at_twice_its_length() -> None:
+    """k3 is 0.005, so T* is 100 tokens."""
+    assert noise(0.1, length=50, sequences=400).recommendation.method.startswith("seq-tis")
+    assert noise(0.1, length=200, sequences=400).recommendation.method.startswith("token-tis")
+    small = noise(0.1, length=100, sequences=400).recommendation
+    assert f"Try none first, then {small.method}." in small.to_dict()["sentence"]
 
 
 def test_inside_the_ranges_of_the_lab_nothing_is_called_untested() -> None:
@@ -102,7 +122,7 @@ def test_inside_the_ranges_of_the_lab_nothing_is_called_untested() -> None:
 
 def test_a_dump_without_token_ids_has_an_unknown_vocabulary() -> None:
     log_mu = np.full((50, 7), -1.0)
-    assert diagnose(log_mu, log_mu).recommendation.untested == ("an unknown vocabulary (covered: 16 tokens)",)
+    assert diagnose(log_mu, log_mu).recommendation.untested == ("an unknown vocabulary (tested: 16 ids)",)
 
 
 def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
@@ -186,7 +206,7 @@ def test_no_file_is_written_over_a_bug_or_into_no_folder(truncated: Chunk, tmp_p
 def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: Path) -> None:
     dump = str(write_dump(noise(0.05).evidence.sample, tmp_path / "dump.parquet"))
     shown = CliRunner().invoke(app, ["analyze", dump, "--no-html", "--rc", str(tmp_path / "rc.yaml")])
-    assert shown.exit_code == 0 and "Recommended: token-tis" in shown.output and "geo-mask" not in shown.output
+    assert shown.exit_code == 0 and "Recommended: seq-tis" in shown.output and "geo-mask" not in shown.output
     assert patch_settings(tmp_path / "rc.yaml").correction == noise(0.05).recommendation.correction
     assert "What if" in CliRunner().invoke(app, ["analyze", dump, "--no-html", "--what-if"]).output
     for flag in ("--what-if", "--no-what-if"):

@@ -18,14 +18,15 @@ def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
     code, make = TRAPS[name]
     verdicts = levels(diagnosed(make(world(1, sequences=96))))
     if code in BENIGN:
-        assert set(verdicts) == {code, "RC501"}
+        # where staleness explains the gap, nothing is said of the engines' noise
+        assert set(verdicts) == ({code} if code == "RC502" else {code, "RC501"})
         assert not {Level.BUG, Level.SUSPECT} & set(verdicts.values())
     else:
         assert verdicts == {code: Level.BUG}
 
 
 def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -> None:
-    chunk = padded_vocabulary(world(1, sequences=96), 64)
+    chunk = padded_vocabulary(world(1, sequences=96), 2)
     assert [*levels(diagnosed(chunk, select=("RC106",)))] == ["RC106"]
     assert [*levels(diagnosed(chunk, select=("RC102",)))] == []
     assert "RC106" not in levels(diagnosed(chunk, ignore=("RC106",)))

@@ -222,7 +222,7 @@ TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
     "hidden top-p .99": ("RC103", lambda w: hidden_top_p(w, 0.99)),
     "raw logs at temperature .7": ("RC104", lambda w: raw_logs(w, 0.7)),
     "raw logs at temperature .95": ("RC104", lambda w: raw_logs(w, 0.95)),
-    "padded vocabulary": ("RC106", lambda w: padded_vocabulary(w, 64)),
+    "padded vocabulary": ("RC106", lambda w: padded_vocabulary(w, 2)),
     "shifted by one": ("RC201", shifted),
     "zero-filled": ("RC203", lambda w: zero_filled(w, 1 / 8)),
     "forced end": ("RC203", forced_end),

@@ -7,6 +7,7 @@ from megatron_rc.analyze import report_text
 from megatron_rc.analyze.columns import meaning
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.headline import excluded, headline
 from megatron_rc.analyze.pages.card import Cell, card, folded, table
 from megatron_rc.analyze.rules.rule import DOUBTS, Level, Page, Verdict
 from megatron_rc.analyze.statistics.honesty import Honesty
@@ -34,8 +35,9 @@ def header(diagnosis: Diagnosis, share: bool) -> str:
     warning += f'<p class="warning">{escape(filtered)}</p>' if filtered else ""
     sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
     return (
-        f'<header><h1 class="level {diagnosis.level.lower()}">{escape(report_text.HEADLINES[diagnosis.level])}</h1>'
+        f'<header><h1 class="level {diagnosis.level.lower()}">{escape(headline(diagnosis))}</h1>'
         f'<p class="advice"><b>{escape(advice.headline)}</b> {escape(advice.reason)}</p>{warning}'
+        f"<p>{escape(excluded(diagnosis))}</p>"
         f"<p>{escape(name)} ({escape(diagnosis.format)}): {report_text.size(evidence)}. Sums are over all of "
         f"them; permutations, running sums and single tokens over a sample of {sampled}.</p></header>"
     )

@@ -90,7 +90,7 @@ def by_position(evidence: Evidence, name: str = "position", title: str = "By pos
         across="token",
         meaning="Means over tokens at like places, counted from 1. A gap that decays from the start is another prompt; "
         "one that begins somewhere is a position encoding or a limit; one that grows is an accumulating state.",
-        healthy="both flat, mean l on zero.",
+        healthy="mean l on zero; |l| follows how sure the model is at the place.",
     )
 
 

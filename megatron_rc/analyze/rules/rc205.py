@@ -1,31 +1,37 @@
-"""RC205: the gap is large at the start of a response and decays."""
+"""RC205: the noise of the logits is large at the start of a response and decays."""
 
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rc303 import LEAST_EXPLAINED, TIMES_OTHERS
 from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+
+LEAST_RATIO = 2.2
+"""Least noise in the first eighth of the tokens by position, over that in the last half. Another prompt had 2.8 on a
+real model and 6.9 on a small one. Healthy dumps had at most 1.45, with 4-bit weights, and a policy that was eight
+updates older 1.7, so a prompt without its system message (1.5) cannot be told from those."""
+LEAST_Z = 4.0
+"""Least standard errors of the difference, with the responses of a prompt as one unit."""
 
 
 def check(evidence: Evidence) -> Verdict | None:
-    profile = evidence.profiles["position"]
-    if not evidence.significant(evidence.factor_tests.get("position")) or profile.explained < LEAST_EXPLAINED:
+    chunk = evidence.sample
+    position = chunk.tokens["position"]
+    ordered = np.sort(position)
+    # the first token of all responses of a prompt has one context: one rounding there is seen once per response
+    start = (position > 0) & (position <= ordered[ordered.size // 8])
+    rest = position > ordered[ordered.size // 2]
+    found = evidence.noise.contrast(start, rest)
+    if not evidence.significant(evidence.factor_tests.get("position")) or not found.above(LEAST_RATIO, LEAST_Z):
         return None
-    half = np.cumsum(profile.count) > profile.count.sum() / 2
-    start, rest = ~half & (np.cumsum(profile.count) < profile.count.sum() / 8), half
-    if not start.any():
-        return None
-    first, later = (profile.mean_k3(part) for part in (start, rest))
-    if first < TIMES_OTHERS * later:
-        return None
+    first, later = float(chunk.k3[start].mean()), float(chunk.k3[rest].mean())
     return Verdict(
         "RC205",
         Level.BUG,
-        f"the gap is k3 {first:.1e} in the first eighth of the tokens by position and {later:.1e} in the last half: "
-        "the two sides see different prompts, and the shared response slowly outweighs them",
-        {"k3_start": first, "k3_rest": later, "explained": profile.explained},
+        f"at equal confidence the noise in the first eighth of the tokens by position is {found.ratio:.1f} times that "
+        f"in the last half (k3 {first:.1e} against {later:.1e}): the two sides see different prompts, and the shared "
+        "response slowly outweighs them",
+        {"noise_ratio": found.ratio, "k3_start": first, "k3_rest": later},
         evidence.adjusted[evidence.factor_tests["position"].name],
-        evidence.excess_share(profile, ~half, later),
     )
 
 

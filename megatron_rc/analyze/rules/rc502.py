@@ -1,4 +1,4 @@
-"""RC502: the gap grows with the number of updates since sampling."""
+"""RC502: the dump says that older weights sampled some or all of its tokens."""
 
 import numpy as np
 
@@ -9,6 +9,15 @@ from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 def check(evidence: Evidence) -> Verdict | None:
     profile = evidence.profiles["lag"]
     lags = np.asarray(profile.bins, dtype=float)
+    if lags.size == 1 and lags[0] > 0:
+        updates = "1 update" if lags[0] == 1 else f"{lags[0]:.0f} updates"
+        return Verdict(
+            "RC502",
+            Level.LAG,
+            f"every token was sampled by weights that were {updates} older, so the gap of k3 {profile.k3[0]:.1e} is "
+            "the staleness of the policy together with the noise of the engines; only a fresh dump tells them apart",
+            {"k3_oldest": float(profile.k3[0]), "largest_lag": float(lags[0])},
+        )
     if lags.size < 2 or not evidence.significant(evidence.factor_tests.get("lag")):
         return None
     if float(np.corrcoef(lags, profile.k3)[0, 1]) < 0.3:

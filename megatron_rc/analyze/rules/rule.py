@@ -35,11 +35,12 @@ class Stage(IntEnum):
     ALIGNMENT = 1  # The two lists of log-probs describe different tokens.
     HONESTY = 2  # The logged distribution is not the one that drew the tokens, or not the one that the trainer models.
     HIDDEN_SAMPLING = 3  # The same, although the log-probs agree.
-    MAP = 4  # The log-ratio follows from the logged log-prob.
-    LOCATION = 5  # The sides differ in one place: a server, a cache.
-    PROMPT = 6  # The sides differ where a response starts.
-    KNOWN_CAUSE = 7  # A gap whose cause is in the columns, and not a bug in the logs.
-    NUMERICS = 8  # A gap that no other rule explains.
+    PENALTY = 4  # The log-ratio follows from whether an id came before.
+    MAP = 5  # The log-ratio follows from the logged log-prob.
+    LOCATION = 6  # The sides differ in one place: a server, a cache, a turn, a shard.
+    PROMPT = 7  # The sides differ where a response starts, or in what they have learned.
+    KNOWN_CAUSE = 8  # A gap whose cause is in the columns, and not a bug in the logs.
+    NUMERICS = 9  # A gap that no other rule explains.
 
 
 DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)

@@ -98,6 +98,7 @@ FACTORS = {
     "from_end": Factor("tokens before the end", (), lambda c: octave(from_end(c)), octave_label),
     "token_id": Factor("token id", ("token_id",), lambda c: c.tokens["token_id"] % MAX_TOKEN_IDS),
     "repeated": Factor("id seen before", ("token_id",), repeated, ("first", "repeated").__getitem__),
+    "turn": Factor("turn", ("turn",), lambda c: c.tokens["turn"]),
     "turn_start": Factor("tokens since the turn began", ("turn",), lambda c: since_switch(c, "turn"), octave_label),
     "version_switch": Factor(
         "tokens since the weights changed", ("version",), lambda c: since_switch(c, "version"), octave_label

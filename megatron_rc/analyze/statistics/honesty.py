@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from megatron_rc.analyze.statistics.significance import Test, self_normalised
 from megatron_rc.analyze.statistics.sums import Sums
 
-KAPPA_ERROR = 0.3
-"""kappa counts only where its standard error is at most this."""
+KAPPA_ERROR, KAPPA_RELATIVE = 0.3, 0.1
+"""kappa counts only where its standard error is at most this, or this share of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Honesty:
 
     @property
     def kappa_counts(self) -> bool:
-        return self.kappa_error <= KAPPA_ERROR
+        return self.kappa_error <= max(KAPPA_ERROR, KAPPA_RELATIVE * abs(self.kappa))
 
     @property
     def tests(self) -> list[Test]:

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.chunk import Chunk, Floats, Integers
 
 COLUMNS = ("step", "group", "reward")
 """Columns that the check needs: the numbers of groups start again in every step."""
 LARGEST_CHANCE = 1e-6
 """A dump counts as filtered if the chance that an unfiltered one looks like it is below this. An honest dump is called
 filtered at most this often, which is rare enough for an answer that silences four rules."""
+FEWEST_SIGNED = 40
+"""Sequences with an advantage that is not 0, from which advantages of one sign alone show a filter: those of a baseline
+have both."""
 MOST_GROUPS = 100_000
 """Groups that are kept in memory; later ones are not counted, and the chance covers only the kept ones."""
 
@@ -42,17 +45,23 @@ class OutcomeFilter:
     there is a uniform group or the check was not run."""
     not_run: str = ""
     """Why the check was not run; empty if it was."""
+    one_sided: str = ""
+    """How the advantages show that only some answers were kept; empty if they do not."""
 
     @property
     def filtered(self) -> bool:
-        """True where the groups of equal rewards were taken out."""
-        return self.chance < LARGEST_CHANCE
+        """True where the groups of equal rewards were taken out, or all answers of one outcome."""
+        return self.chance < LARGEST_CHANCE or bool(self.one_sided)
 
     @property
     def sentence(self) -> str:
         """What to do about a filter; empty without one."""
         if not self.filtered:
             return ""
+        if self.one_sided:
+            return (
+                f"Filtered by outcome: {self.one_sided}, so the honesty tests decide nothing; dump before the filter."
+            )
         digits = math.floor(-math.log10(max(self.chance, 1e-99)))
         return (
             f"Filtered by outcome: none of {self.groups:,} groups has equal rewards (chance below 1e-{digits} "
@@ -68,9 +77,12 @@ class OutcomeSums:
         self._first: float | None = None
         self._groups: dict[tuple[float, float], list[int]] = {}
         """By step and group: the number of rewards, and of those that equal the first reward of the dump."""
+        self._signs = np.zeros(2, dtype=np.int64)
+        """Sequences whose advantage is above and below 0."""
 
     def add(self, chunk: Chunk) -> None:
-        """Add the rewards of the sequences of a chunk, with loss tokens or without."""
+        """Add the rewards and advantages of the sequences of a chunk, with loss tokens or without."""
+        self._signs += _signs(chunk)
         columns = [chunk.sequences[name] for name in COLUMNS if name in chunk.sequences]
         if len(self._rewards) > 2 or len(columns) < len(COLUMNS) or any(c.dtype.kind not in "biuf" for c in columns):
             return
@@ -89,7 +101,10 @@ class OutcomeSums:
                 counts[1] += reward == self._first
 
     def outcome_filter(self, columns: frozenset[str]) -> OutcomeFilter:
-        """What the rewards say about a dump whose files all have ``columns``."""
+        """What the rewards and advantages say about a dump whose files all have ``columns``."""
+        if self._signs.sum() >= FEWEST_SIGNED and not self._signs.all():
+            side = "above" if self._signs[0] else "below"
+            return OutcomeFilter(one_sided=f"all {self._signs.sum():,} advantages that are not 0 are {side} 0")
         if missing := [name for name in COLUMNS if name not in columns]:
             named = f"column {missing[0]} is" if len(missing) == 1 else f"columns {', '.join(missing)} are"
             return OutcomeFilter(not_run=f"the {named} missing")
@@ -104,6 +119,18 @@ class OutcomeSums:
         uniform = int(((right == 0) | (right == sizes)).sum())
         logarithm = sum(_log_chance(int(size), right[sizes == size]) for size in np.unique(sizes))
         return OutcomeFilter(len(pairs), uniform, 1.0 if uniform else math.exp(logarithm))
+
+
+def _signs(chunk: Chunk) -> Integers:
+    """How many sequences have an advantage above 0 and below 0; those of a sequence's tokens are added."""
+    if "advantage" in chunk.sequences:
+        values: Floats = chunk.sequences["advantage"].astype(np.float64)
+    elif "advantage" in chunk.tokens:
+        tokens = np.nan_to_num(chunk.tokens["advantage"].astype(np.float64))
+        values = np.bincount(chunk.sequence_of, tokens, minlength=chunk.num_sequences).astype(np.float64)
+    else:
+        return np.zeros(2, dtype=np.int64)
+    return np.array([(values > 0).sum(), (values < 0).sum()])
 
 
 def _log_chance(size: int, right: Floats) -> float:

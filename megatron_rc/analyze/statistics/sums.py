@@ -12,10 +12,12 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 ZERO_BELOW = -0.7
 """nats; a sampler that logs exactly 0 where the trainer gives less than this (p < 0.5) logged no probability: if
 top-p keeps a single id, that id is more probable."""
+IMPOSSIBLE_BELOW = -30.0
+"""nats; a sampler with V ids draws one of those below this with a probability of at most V e^-30: 1e-7 for V = 1e6."""
 
 _SUMMED = ("tokens", "sequences", "log_ratio", "k1_squared", "abs_log_ratio", "k3", "k3_squared", "excess",
            "excess_squared", "surprise", "surprise_squared", "ratio_with_entropy", "uncertainty", "exact_zeros",
-           "impossible_zeros", "exact")  # fmt: skip
+           "impossible_zeros", "impossible_zeros_k3", "impossible_draws", "exact")  # fmt: skip
 _LARGEST = ("excess_squared_max", "surprise_squared_max", "k1_squared_max", "k3_squared_max")
 FIELDS = _SUMMED + _LARGEST
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
@@ -30,6 +32,7 @@ def token_values(chunk: Chunk) -> dict[str, Floats]:
     ratio, log_ratio, k3 = chunk.ratio, chunk.log_ratio, chunk.k3
     excess, squared = np.expm1(log_ratio), log_ratio * log_ratio
     zeros = chunk.log_mu == 0
+    impossible = (zeros & (chunk.log_pi < ZERO_BELOW)).astype(np.float64)
     values = {
         "log_ratio": log_ratio,
         "k1_squared": squared,
@@ -40,7 +43,9 @@ def token_values(chunk: Chunk) -> dict[str, Floats]:
         "excess_squared": excess * excess,
         "uncertainty": np.square(1 - np.exp(np.minimum(chunk.log_pi, 0))),
         "exact_zeros": zeros.astype(np.float64),
-        "impossible_zeros": (zeros & (chunk.log_pi < ZERO_BELOW)).astype(np.float64),
+        "impossible_zeros": impossible,
+        "impossible_zeros_k3": impossible * k3,
+        "impossible_draws": (chunk.log_mu < IMPOSSIBLE_BELOW).astype(np.float64),
         "exact": (log_ratio == 0).astype(np.float64),
     }
     if "entropy" in chunk.tokens:

@@ -1,0 +1,54 @@
+"""What the user knows about the sides of a dump and the dump does not say: precision, kind of model, noise floor."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
+SIXTEEN_BITS = ("fp32", "bf16", "fp16")
+KINDS = ("dense", "moe")
+USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.12, "int8": 0.45, "fp8": 0.45, "int4": 2.0}
+"""Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
+0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits); other models are
+within half of it (docs/atlas.md)."""
+
+
+@dataclass(frozen=True)
+class Known:
+    precision: str = ""
+    """The coarser precision of the two sides, of PRECISIONS; empty if unknown."""
+    kind: str = ""
+    """dense or moe; empty if unknown."""
+    floor: float | None = None
+    """Noise of a logit that the sides have against themselves, as `doctor --probe --floor` measured it."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("precision", self.precision, PRECISIONS), ("model-kind", self.kind, KINDS)):
+            if value and value not in known:
+                raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def usual(self) -> float | None:
+        """Noise of a logit up to which nothing is unusual; None where it is not known.
+
+        A mixture of experts shifts experts, which has no limit.
+        """
+        if self.floor is not None:
+            return 3 * self.floor
+        return None if self.kind == "moe" or not self.precision else USUAL[self.precision]
+
+    @property
+    def fine(self) -> bool:
+        """True where rounding is known to be small: 16 bits or more, or a floor of that size."""
+        return self.precision in SIXTEEN_BITS or (self.floor is not None and self.floor <= USUAL["bf16"])
+
+
+def read_floor(path: Path) -> float:
+    """The floor of a file that `doctor --probe --floor` wrote; ValueError where there is none."""
+    try:
+        noise = float(json.loads(path.read_text(encoding="utf-8"))["noise"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--floor: {path} is not a file of `megatron-rc doctor --probe --floor` ({error!r})") from None
+    if not 0 <= noise < float("inf"):
+        raise ValueError(f"--floor: noise in {path} must be a number from 0, got {noise}")
+    return noise
