@@ -6,6 +6,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition
+from megatron_rc.analyze.statistics.grid import Grid, grid
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.profile import Profile
 from megatron_rc.analyze.statistics.significance import Test
@@ -106,8 +107,13 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
         ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
+        *([("log mu", _grid(found))] if (found := grid(evidence.sample)) else []),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
+
+
+def _grid(found: Grid) -> str:
+    return f"has {found.decimals} decimal{'s' * (found.decimals > 1)}; the rounding makes {found.share:.1%} of mean l^2"
 
 
 def _one_token(evidence: Evidence) -> str:

@@ -6,14 +6,16 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
-SHORTEST = 8
+SHORTEST = 16
 """Tokens of a response, at least: shorter ones correlate by chance."""
 MOST = 256
 """Responses of one length that are compared with each other."""
 OWN, OTHER = 0.5, 0.9
 """Correlation of log pi with its own log mu at most, and with that of another response at least. Honest rows have
 nearly 1 with their own, even with weights in 4 bits 0.8."""
-FEWEST = 3
+LEAST_SPREAD = 0.2
+"""nats; least standard deviation of log pi in a response: where all tokens are certain, noise decides a correlation."""
+FEWEST = 2
 """Responses that must find their log-probs in another one."""
 
 
@@ -39,12 +41,14 @@ def _moved(chunk: Chunk) -> tuple[int, int]:
         if starts.size < 2:
             continue
         rows = starts[:, None] + np.arange(length)
-        pi, mu = (_standard(np.maximum(values[rows], -1e3)) for values in (chunk.log_pi, chunk.log_mu))
+        raw_pi, raw_mu = (np.maximum(values[rows], -1e3) for values in (chunk.log_pi, chunk.log_mu))
+        pi, mu = _standard(raw_pi), _standard(raw_mu)
         correlation = pi @ mu.T / length
         own = np.diag(correlation).copy()
         np.fill_diagonal(correlation, -1)
         compared += starts.size
-        moved += int(((own < OWN) & (correlation.max(axis=1) > OTHER)).sum())
+        varied = raw_pi.std(axis=1) > LEAST_SPREAD
+        moved += int((varied & (own < OWN) & (correlation.max(axis=1) > OTHER)).sum())
     return compared, moved
 
 

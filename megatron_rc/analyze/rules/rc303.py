@@ -8,7 +8,7 @@ from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
 LEAST_RATIO = 2.5
 """Least noise of the place over that elsewhere. A stale server had 3.5 (a real model, eight updates) to 15, two kinds
 of cards 1.96, and the loudest of eight healthy servers at most 1.3."""
-LEAST_Z = 3.0
+LEAST_Z = 2.5
 """Least standard errors of the difference, with the responses of a prompt as one unit."""
 NAMED = 3
 """Most servers that the sentence names."""

@@ -33,9 +33,9 @@ def check(evidence: Evidence) -> Verdict | None:
         "RC307",
         Level.SUSPECT,
         f"{' and '.join(seen)}, as rounding does not: one side lacks what the other has learned (an adapter, a tensor, "
-        "the last updates), or adds a bias to some ids",
+        "the last updates) or a part of the prompt, or adds a bias to some ids",
         {"persistence": found.share, "spread": noise.spread, "noise": noise.typical},
-        one_of=("RC307", "RC305", "RC105"),
+        one_of=("RC307", "RC205", "RC305", "RC105"),
     )
 
 
