@@ -36,14 +36,14 @@ class Row:
     def __post_init__(self) -> None:
         check_sizes({"log mu": self.log_mu, **self.tokens}, self.log_pi.size, "log pi has")
         for name, values in self.tokens.items():
-            self.tokens[name] = values.astype(bool) if TOKEN_COLUMNS[name].kind == "flag" else values
+            self.tokens[name] = values.astype(bool, copy=False) if TOKEN_COLUMNS[name].kind == "flag" else values
         for name, value in self.sequence.items():
             self.sequence[name] = one_value(value, name, SEQUENCE_COLUMNS[name].kind)
 
 
 def numbers(values: Any, name: str) -> NDArray[Any]:
     """[T] numbers of a list, NaN for null; BadRow for anything else."""
-    if isinstance(values, list | tuple) and set(map(type, values)) <= NUMBERS:
+    if isinstance(values, (list, tuple)) and set(map(type, values)) <= NUMBERS:
         try:
             values = np.array(values) if None not in values else np.array(values, dtype=np.float64)
             values = values.astype(np.float64) if values.dtype == object else values
@@ -65,7 +65,7 @@ def whole_numbers(values: Any, name: str) -> NDArray[np.int64]:
     """[T] integers of a list; BadRow for anything else."""
     array = numbers(values, name)
     if not array.size or array.dtype.kind in "iu":
-        return array.astype(np.int64)
+        return array.astype(np.int64, copy=False)
     if array.dtype.kind != "f" or not (np.abs(array) < 2**53).all() or (array != np.rint(array)).any():
         raise BadRow(f"{name} must be a list of integers")
     return array.astype(np.int64)
@@ -87,7 +87,7 @@ def size(value: Any, name: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def one_value(value: Any, name: str, kind: str) -> Any:

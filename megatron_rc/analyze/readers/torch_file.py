@@ -46,7 +46,8 @@ class TorchFile:
         self._pickle = pickles[0]
         prefix = self._pickle.filename.removesuffix("data.pkl")
         self._entries = {entry.filename.removeprefix(prefix): entry for entry in entries}
-        self._big_endian = "byteorder" in self._entries and bytes(self._raw(self._entries["byteorder"])) == b"big"
+        big_endian = "byteorder" in self._entries and bytes(self._raw(self._entries["byteorder"])) == b"big"
+        self._dtypes = {n: np.dtype(dtype).newbyteorder(">" if big_endian else "<") for n, dtype in DTYPES.items()}
         self._checked: set[str] = set()
 
     def start(self) -> bytes:
@@ -73,7 +74,7 @@ class TorchFile:
         entry = self._entries.get(f"data/{storage.key}")
         if entry is None:
             raise UnreadableFile(f"{self.path}: storage {storage.key!r:.40} is missing")
-        dtype = np.dtype(DTYPES[storage.name]).newbyteorder(">" if self._big_endian else "<")
+        dtype = self._dtypes[storage.name]
         if entry.file_size < storage.size * dtype.itemsize:
             raise UnreadableFile(f"{self.path}: storage {storage.key!r:.40} is shorter than its tensors")
         raw = self._raw(entry)
@@ -84,10 +85,10 @@ class TorchFile:
 
     def _raw(self, entry: zipfile.ZipInfo) -> memoryview:
         """The bytes of an entry, which follow its local header of 30 bytes, a name and an extra field."""
-        start = entry.header_offset
-        header = self._bytes[start : start + 30]
-        if len(header) == 30 and header[:4] == b"PK\x03\x04":
-            start += 30 + sum(struct.unpack("<HH", header[26:30]))
+        header = self._bytes[entry.header_offset : entry.header_offset + 30]
+        if len(header) == 30 and header.startswith(b"PK\x03\x04"):
+            name, extra = struct.unpack_from("<HH", header, 26)
+            start = entry.header_offset + 30 + name + extra
             raw = memoryview(self._bytes)[start : start + entry.file_size]
             if len(raw) == entry.file_size:
                 return raw

@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_INSTRUCTIONS = 5_000_000
-"""Limit on instructions: a tensor takes about 30, a run of numbers one. Reading this many takes seconds."""
+"""Limit on instructions: a run of numbers counts as one, a tensor as TENSOR_COUNTS. Reading this many takes seconds."""
+
+TENSOR_COUNTS = 6
+"""Instructions that a tensor counts as: about its share of time and memory when it is read in one step."""
 
 MAX_DIMENSIONS = 64
 """Most dimensions of a tensor, as many as NumPy allows."""
@@ -45,16 +48,18 @@ NUMPY = {
 class Sealed:
     """An object that a pickle may hold but not change: its BUILD could otherwise set fields after their checks."""
 
+    __slots__ = ()
+
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError("a tensor is changed after it was made")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class StorageType(Sealed):
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Storage(Sealed):
     """One entry of raw bytes."""
 
@@ -66,7 +71,7 @@ class Storage(Sealed):
     """Elements."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Tensor(Sealed):
     """A view of a storage, read when it is asked for; UnpicklingError unless it is within the storage."""
 
@@ -79,10 +84,12 @@ class Tensor(Sealed):
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMENSIONS:
             raise pickle.UnpicklingError("a tensor has a shape that is no shape")
-        if any(type(value) is not int or value < 0 for value in (self.offset, *self.shape, *self.strides)):
-            raise pickle.UnpicklingError("a tensor has a shape that is no shape")
-        count = math.prod(self.shape)
-        last = self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        count, last = 1, self.offset
+        for size, stride in zip((1, *self.shape), (self.offset, *self.strides), strict=True):
+            if type(size) is not int or type(stride) is not int or size < 0 or stride < 0:
+                raise pickle.UnpicklingError("a tensor has a shape that is no shape")
+            count *= size
+            last += (size - 1) * stride
         if count and (count > self.storage.size or last >= self.storage.size):
             raise pickle.UnpicklingError("a tensor is larger than its storage")
 
@@ -90,12 +97,12 @@ class Tensor(Sealed):
         """The values, of the tensor's type; bfloat16 as fp32, flags as 0 and 1."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, dtype=np.float32)
-        elements = self.storage.elements(self.storage)[self.offset :]
-        steps = tuple(stride * elements.itemsize for stride in self.strides)
-        view = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
+        elements = self.storage.elements(self.storage)
+        start, *steps = (value * elements.itemsize for value in (self.offset, *self.strides))
+        view: NDArray[Any] = np.ndarray(self.shape, elements.dtype, elements, start, tuple(steps))
         if self.storage.name == "BFloat16Storage":
             return (view.astype(np.uint32) << 16).view(np.float32)
-        return view.astype(view.dtype.newbyteorder("="))
+        return view.astype(DTYPES[self.storage.name])
 
 
 class Unread(Sealed):
@@ -152,6 +159,8 @@ class Unpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
+    metastack: list[list[Any]]
+    memo: dict[int, Any]
 
     def __init__(
         self, raw: memoryview, elements: Callable[[Storage], NDArray[Any]], *, skip_numpy: bool = False
@@ -159,7 +168,20 @@ class Unpickler(pickle._Unpickler):
         self._raw, self._stream = raw, io.BytesIO(raw)
         super().__init__(self._stream)
         self._elements, self._skip_numpy = elements, skip_numpy
-        self.dispatch = Counted(_INSTRUCTIONS)  # type: ignore[misc]
+        self._left = MAX_INSTRUCTIONS
+
+    def load(self) -> Any:
+        """What the pickle holds; UnpicklingError for more than MAX_INSTRUCTIONS."""
+        self.read, self.readline = self._stream.read, self._stream.readline
+        self.metastack, self.stack = [], []
+        self.append = self.stack.append
+        try:
+            while self._left > 0:
+                self._left -= 1
+                _INSTRUCTIONS[self.read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        raise pickle.UnpicklingError(f"it has more than {MAX_INSTRUCTIONS} instructions")
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -189,22 +211,45 @@ class Unpickler(pickle._Unpickler):
         if run is None:
             raise EOFError
         self._stream.seek(run.end())
-        self.stack.extend(pickle.loads(pickle.MARK + run[0] + pickle.LIST + pickle.STOP))
+        self.stack.extend(_numbers(run[0]))
 
+    def load_binget(self) -> None:
+        self.append(value := self.memo[self.read(1)[0]])
+        if type(value) is RebuildTensor:
+            self.load_tensor()
 
-class Counted(dict[int, Callable[[Any], Any]]):
-    """Instructions by their code; at most MAX_INSTRUCTIONS look-ups are allowed."""
+    def load_tensor(self) -> None:
+        """Read the arguments of a tensor and its call in one step, if they are as torch.save writes most of them.
 
-    count = 0
-
-    def __getitem__(self, code: int) -> Callable[[Any], Any]:
-        self.count += 1
-        if self.count > MAX_INSTRUCTIONS:
-            raise pickle.UnpicklingError(f"it has more than {MAX_INSTRUCTIONS} instructions")
-        return super().__getitem__(code)
+        Of what they name for later, torch.save uses only the key of the storage and the tensor; the rest is not kept.
+        """
+        found = _TENSOR.match(self._raw, self._stream.tell())
+        if found is None:
+            return
+        word, kind, far, length, digits, named, place, size, offset, rows, step, hooks, made = found.groups()
+        if len(digits) != length[0]:
+            return
+        self._left -= TENSOR_COUNTS - 1
+        self._stream.seek(found.end())
+        size, offset, rows, step = _numbers(size + offset + rows + step)
+        kind = self.memo[kind[0] if kind else int.from_bytes(far, "little")]
+        key = self.memo[int.from_bytes(named, "little")] = digits.decode()
+        storage = self.persistent_load((self.memo[word[0]], kind, key, self.memo[place[0]], size))
+        tensor = self.stack[-1](storage, offset, Fixed((rows,)), Fixed((step,)), False, self.memo[hooks[0]])
+        self.stack[-1] = self.memo[int.from_bytes(made, "little")] = tensor
 
 
 _NUMBERS = re.compile(rb"(?:G.{8}|J.{4}|M..|K.){1,65536}", re.DOTALL)
+_TENSOR = re.compile(
+    rb"\(\(h(.)(?:h(.)|j(.{4}))X(.)\0\0\0([0-9]{1,20})r(.{4})h(.)(K.|M..|J.{4})tr.{4}Q(K.|M..|J.{4})"
+    rb"(K.|M..|J.{4})\x85r.{4}(K.|M..|J.{4})\x85r.{4}\x89h(.)\)Rr.{4}tr.{4}Rr(.{4})",
+    re.DOTALL,
+)
+"""Arguments of a tensor of one dimension, and its call, in a pickle that names more than 255 objects before it."""
+
+
+def _numbers(run: bytes) -> list[Any]:
+    return pickle.loads(pickle.MARK + run + pickle.LIST + pickle.STOP)
 
 
 def _fixed(load: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -218,6 +263,7 @@ def _fixed(load: Callable[[Any], None]) -> Callable[[Any], None]:
 _INSTRUCTIONS: dict[int, Callable[[Any], Any]] = {
     **pickle._Unpickler.dispatch,
     **dict.fromkeys((ord(code) for code in "GJMK"), Unpickler.load_numbers),
+    pickle.BINGET[0]: Unpickler.load_binget,
     # skip the length of a frame: its instructions are read as if there were no frame
     pickle.FRAME[0]: lambda self: self.read(8),
 }

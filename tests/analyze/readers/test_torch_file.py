@@ -44,8 +44,9 @@ class Description(pickle.Pickler):
 
 
 class Persistent:
-    def __init__(self, storage: Any, size: Any, key: Any = "0") -> None:
-        self.pid = ("storage", storage, key, "cpu", size)
+    def __init__(self, storage: Any, size: Any, key: Any = "10") -> None:
+        # each tensor of torch.save has a text of its own
+        self.pid = ("storage", storage, "".join(key) if isinstance(key, str) else key, "cpu", size)
 
 
 class Rebuilt:
@@ -154,7 +155,7 @@ def test_hand_written_pickles_run_nothing(pickled: bytes, tmp_path: Path, monkey
         Rebuilt(Persistent(torch.FloatStorage, 10), 0, (2,), (-1,)),
         Rebuilt(Persistent(torch.FloatStorage, 10), 0, (10**12,), (0,)),
         Rebuilt(Persistent(torch.FloatStorage, 10), 0, (2, 2), (1,)),
-        Rebuilt(Persistent(torch.FloatStorage, -1), 0, (1,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, -1), 0, (0,), (1,)),
         Rebuilt(Persistent(torch.FloatStorage, 10, key=7), 0, (1,), (1,)),
         Rebuilt(Persistent("FloatStorage", 10), 0, (1,), (1,)),
         Rebuilt("no storage", 0, (1,), (1,)),
@@ -163,13 +164,17 @@ def test_hand_written_pickles_run_nothing(pickled: bytes, tmp_path: Path, monkey
     ],
 )
 def test_a_tensor_outside_of_its_storage_is_refused(value: Any, tmp_path: Path):
-    path = zipped(tmp_path, described({"x": value}), s0=bytes(40))
-    with pytest.raises(UnreadableFile, match="damaged"):
-        TorchFile(path).load()
+    # the arguments of a later tensor are read in one step
+    later = Rebuilt(*value.arguments, False, OrderedDict(), state=value.state)
+    first = Rebuilt(Persistent(torch.FloatStorage, 10), 0, (3,), (4,), False, OrderedDict())
+    for values in ([value], [first, *([] for _ in range(256)), later]):
+        path = zipped(tmp_path, described(values), s10=bytes(40))
+        with pytest.raises(UnreadableFile, match="damaged: UnpicklingError: a (tensor|storage) (is|has)"):
+            TorchFile(path).load()
 
 
 def test_a_storage_that_declares_more_than_its_bytes_is_refused(tmp_path: Path):
-    path = zipped(tmp_path, described(Rebuilt(Persistent(torch.FloatStorage, 10**12), 0, (10**12,), (1,))), s0=bytes(8))
+    path = zipped(tmp_path, described(Rebuilt(Persistent(torch.FloatStorage, 10**9), 0, (10**9,), (1,))), s10=bytes(8))
     tensor = TorchFile(path).load()
     assert isinstance(tensor, Tensor)
     with pytest.raises(UnreadableFile, match="shorter"):
@@ -178,7 +183,7 @@ def test_a_storage_that_declares_more_than_its_bytes_is_refused(tmp_path: Path):
 
 def test_a_zip_bomb_is_refused_before_a_byte_of_it_is_decompressed(tmp_path: Path):
     value = {"rollout_id": 0, "rank": 0, "rollout_data": Rebuilt(Persistent(torch.FloatStorage, 1), 0, (1,), (1,))}
-    path = zipped(tmp_path, described(value), compression=zipfile.ZIP_DEFLATED, s0=bytes(200 << 20))
+    path = zipped(tmp_path, described(value), compression=zipfile.ZIP_DEFLATED, s10=bytes(200 << 20))
     assert path.stat().st_size < 1 << 20
     with pytest.raises(ValueError, match=r"entry 'archive/data.pkl' is compressed; torch.save compresses none"):
         open_dump(path)
@@ -219,7 +224,7 @@ def test_a_pickle_that_would_cost_without_end_is_refused_at_once(
 ):
     monkeypatch.setattr(torch_pickle, "MAX_INSTRUCTIONS", 50_000)
     monkeypatch.setattr(torch_file, "MAX_PICKLE", 100_000)
-    path = zipped(tmp_path, pickled, s0=bytes(4))
+    path = zipped(tmp_path, pickled, s10=bytes(4))
     begun = time.process_time()
     with pytest.raises(UnreadableFile, match=rf"{re.escape(str(path))}.*{sentence}"):
         list(verl.read((path,), CorruptRows()))
