@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 from megatron_rc.analyze import rules
 from megatron_rc.analyze.diagnosis import Diagnosis
@@ -14,6 +15,9 @@ RULES = sorted(rules.RULES)
 _CELL, _NAME, _HEAD = 38, 270, 70
 _RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
 _LEGEND = (_RIGHT, "dumps with the wanted answer"), (_WRONG, "dumps with another answer")
+
+MORE = Path(__file__).parents[1] / "confusion_more.md"
+"""What follows the matrix; parts of it are written by analyze_docs.py."""
 
 
 @dataclass
@@ -35,8 +39,12 @@ class Row:
         self.answers.update({verdict.code for verdict in diagnosis.verdicts})
 
     def right(self, diagnosis: Diagnosis) -> bool:
-        """The wanted rule answered with the wanted level, and no other one but RC501 next to benign causes."""
-        verdicts = {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+        """The wanted rule answered with the wanted level, also as one of two, and no other one but RC501 next to
+        benign causes."""
+        verdicts = {
+            self.answer if self.answer in verdict.one_of else verdict.code: verdict.level
+            for verdict in diagnosis.verdicts
+        }
         allowed = {self.answer} | ({"RC501"} if self.answer in BENIGN else set())
         return verdicts.get(self.answer) == self.level and set(verdicts) <= allowed
 
@@ -68,7 +76,7 @@ class Matrix:
             "also answers next to the other benign causes.\n\n"
             "![traps against rules](../images/confusion.svg)\n\n"
             f"{self.markdown()}\n"
-            f"`{command}` writes this page.\n"
+            f"`{command}` writes this page.\n\n" + MORE.read_text(encoding="utf-8")
         )
 
     def svg(self) -> str:

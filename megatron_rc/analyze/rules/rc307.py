@@ -39,4 +39,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC307", Stage.PROMPT, check, needs=("token_id",), tried=TRIED)
+RULE = Rule("RC307", Stage.WEIGHTS, check, needs=("token_id",), tried=TRIED)
