@@ -66,13 +66,14 @@ class Matrix:
 
     def page(self, seeds: int) -> str:
         """The document with picture and table."""
-        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))} --server --docs"
+        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))} --docs"
         return (
             "# Which rule answers to which trap\n\n"
             "Each row is a dump of a small model (vocabulary 4,096, 18,000 to 34,000 tokens of responses of up to 160) "
             "with one fault.\n*Real engine*: the embedded engine runs with that fault. *Real server*: an SGLang server "
-            "does. *Injected*: the logs of a healthy dump\nare changed. The sampler computes in bf16, the trainer in "
-            f"fp32. A number counts dumps, of {seeds} seed{'s' * (seeds != 1)}, in which\nthe rule answered; RC501 "
+            "does, for one seed and with 12,000 to 14,000 tokens. *Injected*: the logs of a healthy dump\nare changed. "
+            f"The sampler computes in bf16, the trainer in fp32. A number counts dumps, of {seeds} "
+            f"seed{'s' * (seeds != 1)}, in which\nthe rule answered; RC501 "
             "also answers next to the other benign causes.\n\n"
             "![traps against rules](../images/confusion.svg)\n\n"
             f"{self.markdown()}\n"

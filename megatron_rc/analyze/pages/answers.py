@@ -45,12 +45,12 @@ def header(diagnosis: Diagnosis, share: bool) -> str:
 
 def verdicts(diagnosis: Diagnosis, share: bool) -> str:
     """A card per verdict."""
-    return "".join(_verdict(verdict, share) for verdict in diagnosis.verdicts)
+    return "".join(_verdict(diagnosis.evidence, verdict, share) for verdict in diagnosis.verdicts)
 
 
-def _verdict(verdict: Verdict, share: bool) -> str:
+def _verdict(evidence: Evidence, verdict: Verdict, share: bool) -> str:
     page, support = verdict.page, report_text.support(verdict)
-    small = ", ".join(filter(None, [verdict.level, support]))
+    small = ", ".join(filter(None, [verdict.level, support, report_text.price(evidence, verdict)]))
     parts = [f"<h2><b>{verdict.code}</b> {escape(page.title)} <small>{escape(small)}</small></h2>"]
     if not share:
         # a sentence may name servers, ids and finish reasons

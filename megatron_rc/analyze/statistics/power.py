@@ -1,7 +1,7 @@
 """What a report without a bug excludes: the smallest fault of each kind that these data would have shown.
 
 A mean of N terms with standard deviation s is told from 0 with the chance 1 - beta if it is at least
-(z_alpha + z_beta) s / sqrt(N), where alpha is the level of one test after the correction for their number. A hidden
+(z_alpha + z_beta) s / sqrt(N). Here alpha is the level of one test, corrected for their number. A hidden
 temperature T moves the mean surprise by V |1 - T|, with V the varentropy, so |1 - T| >= (z_alpha + z_beta) / sqrt(N V).
 """
 
