@@ -1,6 +1,6 @@
 """Healthy and faulty dumps of a simulator on which no limit was fitted: is a healthy one accused, is a fault found?
 
-    python benchmarks/diagnosis/outside.py               # 240 healthy dumps and 120 with a fault: six minutes
+    python benchmarks/diagnosis/outside.py --first 2000    # 240 healthy dumps and as many faults as show: eight minutes
     python benchmarks/diagnosis/outside.py --healthy 20 --faulty 8
 
 Every token has its own candidates of a Zipf vocabulary. The sampler's logits are the trainer's plus a noise of any

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, expert_flips, levels, sampled, small_honest, world
+from simulated_dumps import (
+    TRAPS,
+    chunk_of,
+    diagnosed,
+    draw,
+    expert_flips,
+    levels,
+    log_softmax,
+    sampled,
+    small_honest,
+    world,
+)
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.headline import HEADLINES, headline
@@ -73,3 +84,19 @@ def test_a_temperature_between_a_map_of_training_and_a_proof_is_suspected_with_b
     versions = {"version": np.full(w.sequence.size, 3), "trainer_version": np.full(size, 19)}
     again = world(1, noise=0.3, sequences=96)
     assert levels(diagnosed(sampled(again, 0.85 * again.noisy, **versions))) == {"RC502": Level.LAG}
+
+
+def test_noise_of_logits_is_compared_before_the_division_by_the_temperature() -> None:
+    """Half of the responses at 0.5: their log-ratios are twice as large, of the same noise."""
+    w = world(1, sequences=96)
+    temperature = np.where(np.arange(96) % 2, 1.0, 0.5)
+    divided = temperature[w.sequence][:, None]
+    log_mu = log_softmax(w.noisy / divided)
+    server = np.array(["cold", "warm"])[np.arange(96) % 2]
+    chunk = chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server)
+    known = replace(chunk, sequences={**chunk.sequences, "temperature": temperature})
+    cold = server[w.sequence] == "cold"
+    assert diagnosed(known).evidence.noise.contrast(cold, ~cold).ratio == pytest.approx(1, abs=0.05)
+    assert diagnosed(chunk).evidence.noise.contrast(cold, ~cold).ratio > 1.3
+    assert diagnosed(known).evidence.noise.typical == pytest.approx(0.03, rel=0.15)
+    assert levels(diagnosed(known)) == {"RC501": Level.NUMERICS}
