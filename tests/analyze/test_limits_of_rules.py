@@ -100,3 +100,29 @@ def test_noise_of_logits_is_compared_before_the_division_by_the_temperature() ->
     assert diagnosed(chunk).evidence.noise.contrast(cold, ~cold).ratio > 1.3
     assert diagnosed(known).evidence.noise.typical == pytest.approx(0.03, rel=0.15)
     assert levels(diagnosed(known)) == {"RC501": Level.NUMERICS}
+
+
+@pytest.mark.parametrize("place", ["start", "server", "turn"])
+def test_a_place_where_the_model_is_less_sure_is_no_fault(place: str) -> None:
+    """k3 is four times larger there, of the same noise on every logit."""
+    w = world(1, sequences=96)
+    server = np.array(["open", "sure"])[np.arange(96) % 2]
+    there = {"start": w.position < 20, "server": server[w.sequence] == "open", "turn": w.position >= 85}[place]
+    sure = np.where(there, 0.4, 9.0)[:, None]
+    surer = replace(w, logits=w.logits * sure, noisy=w.logits * sure + w.noisy - w.logits)
+    mask = (w.position < 75) | (w.position >= 85)
+    found = diagnosed(sampled(surer, surer.noisy, server=server, loss_mask=mask))
+    k3, kept = found.evidence.sample.k3, there[mask]
+    assert k3[kept].mean() > 4 * k3[~kept].mean()
+    assert levels(found) == {"RC501": Level.NUMERICS}
+
+
+def test_weights_that_are_updated_in_flight_are_no_other_prompt() -> None:
+    """All responses start on weights that are three updates older, and the dump says so."""
+    w = world(1, sequences=96)
+    older = w.position < 30
+    moved = w.noisy + np.where(older, 0.3, 0.0)[:, None] * w.random.normal(size=w.noisy.shape)
+    versions = {"version": np.where(older, 7, 10), "trainer_version": np.full(96, 10)}
+    assert levels(diagnosed(sampled(w, moved, **versions))) == {"RC502": Level.LAG}
+    unlabelled = diagnosed(sampled(world(1, sequences=96), moved))
+    assert levels(unlabelled) == {"RC205": Level.BUG}
