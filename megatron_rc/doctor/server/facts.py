@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.registry import Known, Undecided
+from megatron_rc.doctor.registry import Check, Finding, Known, Undecided, good
 from megatron_rc.files import read_json
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.rollout.sglang.request import Piece, Request
 from megatron_rc.settings import combinations
@@ -145,6 +146,16 @@ class TrainerFacts:
 class Facts:
     server: ServerFacts
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
+
+
+def of_flags(compares: str, rule: FlagRule) -> Check[Facts]:
+    """The check of one mistake that the server's flags show."""
+
+    def look(facts: Facts) -> Finding:
+        mistake = rule.mistake(facts.server.flags)
+        return Finding("", rule.severity, mistake, rule.fix) if mistake else good(rule.good)
+
+    return Check(rule.name, compares, look)
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:

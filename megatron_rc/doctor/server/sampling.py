@@ -1,8 +1,9 @@
 """Checks of the distribution that a server samples from, and of the one that its log-probs describe."""
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.doctor.server.facts import Facts, eos_ids
+from megatron_rc.doctor.server.facts import Facts, eos_ids, of_flags
 from megatron_rc.engine import SamplingParams
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.request import Request, missing_kept_ids
 
 SAMPLING: Registry[Facts] = Registry("sampling")
@@ -146,24 +147,15 @@ def speculative_decoding(facts: Facts) -> Finding:
     )
 
 
-@SAMPLING.check
-def on_policy_target(facts: Facts) -> Finding:
-    """--rl-on-policy-target against fp32 log-probs."""
-    target = facts.server.flags["rl_on_policy_target"]
-    if target is None:
-        return good("logits are divided by the temperature in fp32, as in the trainer")
-    return warning(
-        f"for {target} the server rounds logits/temperature to bf16 before the softmax; the trainer does not",
-        "Start the server without --rl-on-policy-target.",
-    )
+SAMPLING.add(of_flags("--rl-on-policy-target against fp32 log-probs", FlagRule(
+    "on-policy-target", lambda flags: flags["rl_on_policy_target"] is not None,
+    "for {args[rl_on_policy_target]} the server rounds logits/temperature to bf16 before the softmax; the trainer does "
+    "not",
+    "Start the server without --rl-on-policy-target.", severity="warning",
+    good="logits are divided by the temperature in fp32, as in the trainer")))  # fmt: skip
 
-
-@SAMPLING.check
-def determinism(facts: Facts) -> Finding:
-    """--enable-deterministic-inference against what makes a run repeatable."""
-    if facts.server.flags["enable_deterministic_inference"]:
-        return good("log-probs do not depend on the batch, and sampling seeds are obeyed")
-    return note(
-        "sampling seeds are ignored and log-probs depend in their last bits on what shares the batch",
-        "Add --enable-deterministic-inference where the attention backend supports it; it costs speed.",
-    )
+SAMPLING.add(of_flags("--enable-deterministic-inference against what makes a run repeatable", FlagRule(
+    "determinism", lambda flags: not flags["enable_deterministic_inference"],
+    "sampling seeds are ignored and log-probs depend in their last bits on what shares the batch",
+    "Add --enable-deterministic-inference where the attention backend supports it; it costs speed.", severity="note",
+    good="log-probs do not depend on the batch, and sampling seeds are obeyed")))  # fmt: skip
