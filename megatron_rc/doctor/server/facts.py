@@ -148,14 +148,17 @@ class Facts:
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
 
 
-def of_flags(compares: str, rule: FlagRule) -> Check[Facts]:
-    """The check of one mistake that the server's flags show."""
+def of_flags(compares: str, *rules: FlagRule) -> Check[Facts]:
+    """The check of the mistakes that the server's flags show, tried in order; the first of one name has its sentence
+    where there is none."""
 
     def look(facts: Facts) -> Finding:
-        mistake = rule.mistake(facts.server.flags)
-        return Finding("", rule.severity, mistake, rule.fix) if mistake else good(rule.good)
+        for rule in rules:
+            if mistake := rule.mistake(facts.server.flags):
+                return Finding("", rule.severity, mistake, rule.fix)
+        return good(rules[0].good)
 
-    return Check(rule.name, compares, look)
+    return Check(rules[0].name, compares, look)
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,26 +79,19 @@ def generation_config(facts: Facts) -> Finding:
     return good("it sets nothing that would change sampling")
 
 
-@SAMPLING.check
-def penalties_and_bias(facts: Facts) -> Finding:
-    """What changes the logits of every request."""
-    flags = facts.server.flags
-    if flags.get("watermark_default_enabled") or flags.get("watermark_enforce_all"):
-        return error(
-            "the server watermarks its output: it samples from another distribution than its log-probs are of",
-            "Start the server without --enable-watermark.",
-        )
-    if flags.get("dllm_algorithm"):
-        return error(
-            f"the server decodes by diffusion ({flags['dllm_algorithm']}), not token by token",
-            "Start the server without a diffusion algorithm (--dllm-algorithm).",
-        )
-    if flags["enable_custom_logit_processor"]:
-        return note(
-            "requests may bring a logit processor; those of the bridge bring none",
-            "Start the server without --enable-custom-logit-processor unless another client needs it.",
-        )
-    return good("penalties, bias and logit processors come with a request only, and the bridge sends none")
+SAMPLING.add(of_flags("What changes the logits of every request",
+    FlagRule("penalties-and-bias",
+        lambda flags: flags.get("watermark_default_enabled") or flags.get("watermark_enforce_all"),
+        "the server watermarks its output: it samples from another distribution than its log-probs are of",
+        "Start the server without --enable-watermark.",
+        good="penalties, bias and logit processors come with a request only, and the bridge sends none"),
+    FlagRule("penalties-and-bias", lambda flags: flags.get("dllm_algorithm"),
+        "the server decodes by diffusion ({args[dllm_algorithm]}), not token by token",
+        "Start the server without a diffusion algorithm (--dllm-algorithm)."),
+    FlagRule("penalties-and-bias", lambda flags: flags["enable_custom_logit_processor"],
+        "requests may bring a logit processor; those of the bridge bring none",
+        "Start the server without --enable-custom-logit-processor unless another client needs it.", severity="note"),
+))  # fmt: skip
 
 
 @SAMPLING.check
