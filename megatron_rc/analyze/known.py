@@ -11,6 +11,8 @@ USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.12, "int8": 0.45, "fp8": 0.45, "
 """Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
 0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits); other models are
 within half of it (docs/atlas.md)."""
+LEAST_FLOOR = USUAL["fp32"] / 3
+"""A smaller floor, such as the 0 of batch-invariant kernels, counts as this: the rounding of fp32 log-probs."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,16 @@ class Known:
 
         A mixture of experts shifts experts, which has no limit.
         """
-        if self.floor is not None:
-            return 3 * self.floor
+        if self.floor is not None and (self.kind != "moe" or self.floor >= LEAST_FLOOR):
+            # a side against itself does not show what is the same in every batch, such as the loss of quantised weights
+            return max(3 * max(self.floor, LEAST_FLOOR), USUAL.get(self.precision, 0.0))
         return None if self.kind == "moe" or not self.precision else USUAL[self.precision]
 
     @property
     def fine(self) -> bool:
-        """True where rounding is known to be small: 16 bits or more, or a floor of that size."""
-        return self.precision in SIXTEEN_BITS or (self.floor is not None and self.floor <= USUAL["bf16"])
+        """True where rounding is known to be small: 16 bits or more, or a floor of that size where that is not said."""
+        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= USUAL["bf16"]
+        return small or self.precision in SIXTEEN_BITS
 
 
 def read_floor(path: Path) -> float:

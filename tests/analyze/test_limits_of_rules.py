@@ -71,7 +71,15 @@ def test_no_size_of_noise_is_called_a_bug_or_a_suspect(noise: float) -> None:
 def test_a_floor_of_the_users_own_is_what_the_gap_is_compared_with() -> None:
     chunk = small_honest(1, sequences=300, noise=0.5)
     assert "above three times the measured floor" in diagnosed(chunk, known=Known(floor=0.1)).verdicts[0].sentence
-    assert headline(diagnosed(chunk, known=Known(floor=0.5))) == NUMERICS
+    for known in (Known(floor=0.5), Known("int4", floor=0.1), Known("int8", floor=0.3)):
+        assert headline(diagnosed(chunk, known=known)) == NUMERICS and not known.fine
+
+
+def test_a_floor_of_zero_counts_as_the_rounding_of_fp32_and_leaves_experts_and_a_precision_what_is_usual() -> None:
+    exact, bf16 = (small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
+    assert "(--precision allows" in diagnosed(bf16, known=Known(floor=0)).verdicts[0].sentence
+    for chunk, known in ((exact, Known()), (bf16, Known("bf16")), (bf16, Known(kind="moe"))):
+        assert headline(diagnosed(chunk, known=replace(known, floor=0.0))) == NUMERICS
 
 
 def test_a_temperature_between_a_map_of_training_and_a_proof_is_suspected_with_both_causes() -> None:

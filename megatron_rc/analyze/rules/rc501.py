@@ -44,8 +44,10 @@ def size_doubt(evidence: Evidence) -> str:
         )
     if typical <= known.usual:
         return ""
-    against = "three times the measured floor" if known.floor is not None else f"what {known.precision} usually gives"
-    return f"that is above {against} ({known.usual:.3g}): compare the weights of both sides tensor by tensor"
+    against = f"what {known.precision} usually gives"
+    if known.usual != USUAL.get(known.precision):
+        against = "three times the measured floor, or the rounding of fp32 (--precision allows for other kernels)"
+    return f"that is above {against}, {known.usual:.3g}: compare the weights of both sides tensor by tensor"
 
 
 def _explained_by_lag(evidence: Evidence) -> bool:
