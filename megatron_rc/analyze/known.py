@@ -13,6 +13,8 @@ USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.12, "int8": 0.45, "fp8": 0.45, "
 within half of it (docs/atlas.md)."""
 LEAST_FLOOR = USUAL["fp32"] / 3
 """A smaller floor, such as the 0 of batch-invariant kernels, counts as this: the rounding of fp32 log-probs."""
+OF_GAP = 2 / 3
+"""Share of the gap that a probe saw and that counts as floor: twice that gap is usual then."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,15 @@ class Known:
 
 
 def read_floor(path: Path) -> float:
-    """The floor of a file that `doctor --probe --floor` wrote; ValueError where there is none."""
+    """The floor in a file of `doctor --probe --floor`, or a share of the gap in it; ValueError without either.
+
+    A side against itself does not show the kernels of the other: in bf16 the gap of a healthy pair is seven floors.
+    """
     try:
-        noise = float(json.loads(path.read_text(encoding="utf-8"))["noise"])
+        read = json.loads(path.read_text(encoding="utf-8"))
+        noise = max(float(read["noise"]), OF_GAP * float(read.get("gap", 0.0)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--floor: {path} is not a file of `megatron-rc doctor --probe --floor` ({error!r})") from None
-    if not 0 <= noise < float("inf"):
+    if not 0 <= noise < float("inf") or float(read["noise"]) < 0:
         raise ValueError(f"--floor: noise in {path} must be a number from 0, got {noise}")
     return noise
