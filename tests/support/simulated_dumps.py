@@ -291,7 +291,7 @@ TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
     "later turn off": ("RC206", later_turn),
     "stale shard": ("RC306", stale_shard),
     "a bias on some ids": ("RC307", missing_bias),
-    "failed responses": ("RC402", lambda w: noisier(w, 0.8, w.sequence % 24 == 5)),
+    "failed responses": ("RC402", lambda w: noisier(w, 0.8, w.sequence % 10 == 5)),
     "zero-filled": ("RC203", lambda w: zero_filled(w, 1 / 8)),
     "forced end": ("RC203", forced_end),
     "another template": ("RC205", other_context),
