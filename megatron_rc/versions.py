@@ -164,14 +164,21 @@ def stated_version(module: str) -> str | None:
     return None if None in numbers else ".".join(map(str, numbers)) + str(constants.get("PRE_RELEASE", ""))
 
 
-def version_of_tree(name: str) -> str | None:
-    """The version of an installed distribution, or the one in setup.py or pyproject.toml of its source tree."""
+def installed_version(distribution: str) -> str | None:
+    """The version in the metadata of an installed distribution; None without metadata."""
     from importlib.metadata import PackageNotFoundError, version  # takes longer than all that --help imports
 
     try:
-        return version(name)
+        return version(distribution)
     except PackageNotFoundError:
-        found = find_module(name)
+        return None
+
+
+def version_of_tree(name: str) -> str | None:
+    """The version of an installed distribution, or the one in setup.py or pyproject.toml of its source tree."""
+    if installed := installed_version(name):
+        return installed
+    found = find_module(name)
     for folder in [Path(path).parent for path in found.submodule_search_locations or ()] if found else []:
         for file in (folder / "setup.py", folder / "pyproject.toml"):
             stated = _STATED.search(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -9,11 +9,15 @@ import ast
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
+
+from diagnosis import outside, real_dumps
 from megatron_rc.analyze import columns, conditions, terminal
 from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -22,7 +26,9 @@ from megatron_rc.analyze.rules.rule import Page
 from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
-ANALYZE, INDEX, REFERENCE = (ROOT / f"docs/{name}.md" for name in ("analyze", "rules/index", "rules/reference"))
+ANALYZE, INDEX, REFERENCE, CONFUSION = (
+    ROOT / f"docs/{name}.md" for name in ("analyze", "rules/index", "rules/reference", "rules/confusion")
+)
 WIDTH = 100
 """Columns of a printed report."""
 THRESHOLDS = (
@@ -66,12 +72,19 @@ def threshold_table() -> str:
 
 
 def rule_table() -> str:
-    """Every rule, and the codes of the page that have none yet."""
-    waiting = re.findall(r"^\| (RC\d+) \| (.+) \| not yet \|$", INDEX.read_text(encoding="utf-8"), re.MULTILINE)
-    rows = {code: (code, title, "not yet") for code, title in waiting}
-    for code in RULES:
-        rows[code] = (f"[{code}](../../megatron_rc/analyze/rules/{code.lower()}.md)", Page(code).title, "yes")
-    return table(("code", "what it means", "judged"), [rows[code] for code in sorted(rows)]).strip()
+    """Every rule, with what its file says first."""
+    rows = []
+    for code in sorted(RULES):
+        first = (import_module(f"megatron_rc.analyze.rules.{code.lower()}").__doc__ or "").partition(": ")[2]
+        found = " ".join(first.split())
+        rows.append(
+            (f"[{code}](../../megatron_rc/analyze/rules/{code.lower()}.md)", Page(code).title, found.rstrip("."))
+        )
+    return table(("code", "cause", "what it sees"), rows).strip()
+
+
+def outside_table() -> str:
+    return outside.summary(outside.committed()).strip()
 
 
 def rule_pictures() -> str:
@@ -96,6 +109,8 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "thresholds": (REFERENCE, threshold_table),
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
+    "real": (CONFUSION, real_dumps.matrix),
+    "outside": (CONFUSION, outside_table),
 }
 """Page and text of each generated part."""
 

@@ -1,6 +1,6 @@
 """Healthy and faulty dumps of a simulator on which no limit was fitted: is a healthy one accused, is a fault found?
 
-    python benchmarks/diagnosis/outside.py               # 240 healthy dumps and 120 with a fault: six minutes
+    python benchmarks/diagnosis/outside.py --first 2000    # 240 healthy dumps and as many faults as show: eight minutes
     python benchmarks/diagnosis/outside.py --healthy 20 --faulty 8
 
 Every token has its own candidates of a Zipf vocabulary. The sampler's logits are the trainer's plus a noise of any
@@ -187,7 +187,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Diagnosis], Fault | None]]] =
     ),
     "missing mass": (
         ("RC102", "RC106"),
-        lambda d: Fault(missing=2 * d.power.missing_mass) if d.power.missing_mass < 0.1 else None,
+        lambda d: Fault(missing=2 * d.power.missing_mass) if (d.power.missing_mass or 1) < 0.1 else None,
     ),
     "stale server": (("RC303",), lambda d: Fault(server=5.0) if (d.power.server or 1) < 1 / SERVERS else None),
     "shift": (("RC201",), lambda d: Fault(shift=True) if d.evidence.whole.tokens >= 1_000 else None),
@@ -228,6 +228,12 @@ def summary(rows: list[tuple[str, ...]]) -> str:
             low = stats.binomtest(good, count, alternative="greater").proportion_ci(0.95).low
             lines.append((kind, f"{good} of {count} found", f"at least {low:.1%}", others))
     return table(("dumps", "result", "rate, 95 %", "other answers"), lines)
+
+
+def committed() -> list[tuple[str, ...]]:
+    """The rows of RESULTS."""
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        return [tuple(row) for row in csv.reader(file)][1:]
 
 
 def main() -> None:

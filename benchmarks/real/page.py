@@ -46,9 +46,9 @@ SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
 """Rows of the figures, where they were measured."""
 
 
-def rows() -> dict[str, dict[str, Any]]:
+def rows(file: str = "gap.json") -> dict[str, dict[str, Any]]:
     """Choice -> its sums, in the order of ROUNDED."""
-    found = json.loads((RESULTS / "gap.json").read_text())
+    found = json.loads((RESULTS / file).read_text())
     by_choice = {name.partition("/")[0]: row for name, row in found.items() if name.endswith("/seed-1")}
     return {name: by_choice[name] for name in ROUNDED if name in by_choice}
 
@@ -62,13 +62,13 @@ def line(cells: list[str]) -> str:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    names = ["sampler", "what it rounds", "tokens", "k3, nats per token", "sigma", "T*", "ESS at 64, 128, 192 tokens"]
+    lengths = [str(n) for n in LENGTHS if any(str(n) in row["sequence weights"] for row in found.values())]
+    names = ["sampler", "what it rounds", "tokens", "k3, nats per token", "sigma", "T*"]
+    names += [f"ESS at {', '.join(lengths)} tokens"]
     out = [line([*names, "mean ratio"]), line(["---"] * 8)]
     for name, row in found.items():
         now, (low, high) = figures(row["prompts"]), interval(row["prompts"], "k3")
-        ess = ", ".join(
-            f"{row['sequence weights'][str(n)]['ess']:.2f}" for n in LENGTHS if str(n) in row["sequence weights"]
-        )
+        ess = ", ".join(f"{row['sequence weights'][n]['ess']:.2f}" for n in lengths if n in row["sequence weights"])
         length = horizon(now["k3"])
         cells = [
             f"`{name}`",
@@ -96,6 +96,7 @@ def law(found: dict[str, dict[str, Any]]) -> list[str]:
 def parts(found: dict[str, dict[str, Any]]) -> list[str]:
     """sigma by place in the response and by kind of prompt."""
     spans = [f"{a + 1} to {b}" if b < 10**5 else f"from {a + 1}" for a, b in pairwise(POSITIONS)]
+    spans = spans[: max(len(row["positions"]) for row in found.values())]
     kinds = sorted({one["kind"] for row in found.values() for one in row["prompts"]} - {""})
     out = [line(["sigma", *spans, *kinds]), line(["---"] * (1 + len(spans) + len(kinds)))]
     for name, row in found.items():
@@ -129,7 +130,7 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
 
     figure = Figure((3.2 * len(shown), 3.3), layout="constrained")
     for axes, (name, row) in zip(np.atleast_1d(figure.subplots(1, len(shown))), shown.items(), strict=True):
-        now, longest = figures(row["prompts"]), max(LENGTHS)
+        now, longest = figures(row["prompts"]), max(int(n) for n in row["sequence weights"])
         lengths = np.linspace(0, longest, 100)
         half = 1.96 * np.sqrt(2 * now["k3"] * lengths)
         drift = -now["k3"] * lengths
@@ -143,11 +144,18 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
     figure.savefig(IMAGES / "real_sums.png", dpi=90)
 
 
+def machines(found: dict[str, dict[str, Any]]) -> str:
+    return "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()}))
+
+
 def page(found: dict[str, dict[str, Any]]) -> str:
-    bf16 = figures(found["bf16"]["prompts"])
+    bf16, cuda = figures(found["bf16"]["prompts"]), rows("gap_cuda.json")
     text = (Path(__file__).parent / "page.md").read_text()
     for name, value in {
-        "MACHINES": "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()})),
+        "CUDA_MACHINES": machines(cuda),
+        "CUDA_TABLE": "\n".join(table(cuda)),
+        "CUDA_PARTS": "\n".join(parts(cuda)),
+        "MACHINES": machines(found),
         "SPEED": (RESULTS / "speed.md").read_text().strip(),
         "TABLE": "\n".join(table(found)),
         "LAW": "\n".join(law(found)),

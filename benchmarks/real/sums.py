@@ -1,6 +1,7 @@
-"""What a dump of gap.yaml says about its gap, as sums per prompt, from which every figure of docs/real.md follows.
+"""What the dumps of gap.yaml and gap_cuda.yaml say about their gap, as sums per prompt for docs/real.md.
 
     python benchmarks/real/sums.py runs/real/gap          # writes benchmarks/real/results/gap.json
+    python benchmarks/real/sums.py runs/real/gap-cuda     # and gap_cuda.json
 
 l = log pi - log mu of a loss token that mu drew, p = pi of it, and eps = logit pi - logit mu:
 
@@ -27,8 +28,8 @@ from megatron_rc.files import replace_text
 
 Values = np.ndarray[Any, np.dtype[Any]]
 RESULTS = Path(__file__).parent / "results"
-POSITIONS = (0, 8, 32, 96, 10**6)
-LENGTHS = (64, 128, 192)
+POSITIONS = (0, 8, 32, 96, 384, 10**6)
+LENGTHS = (64, 128, 192, 512, 1024)
 SAMPLE = 3000
 """Tokens of a row that are kept for the scatter."""
 FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
@@ -129,8 +130,11 @@ def interval(prompts: list[dict[str, Any]], name: str, draws: int = 2000) -> tup
     return float(low), float(high)
 
 
-def machine() -> dict[str, str]:
-    """What of the processor decides how numbers are rounded."""
+def machine(cell: Path | None = None) -> dict[str, str]:
+    """What of the processor, or of the GPU that a job says it ran on, decides how numbers are rounded."""
+    facts = json.loads((cell / "fingerprint.json").read_text()) if cell else {}
+    if facts.get("device", "cpu") != "cpu":
+        return {"processor": facts["device"], "flags": f"CUDA {facts['cuda']}, torch {facts['torch']}"}
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     flags = set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
@@ -141,7 +145,7 @@ def main(folder: Path) -> None:
     from megatron_rc.tasks.chat import Chat
     from real.prompts import rows
 
-    out = RESULTS / "gap.json"
+    out = RESULTS / f"{folder.name.replace('-', '_')}.json"
     found = json.loads(out.read_text()) if out.is_file() else {}
     for cell in sorted(folder.glob("*/seed-*")):
         settings = (cell / "settings.yaml").read_text()
@@ -151,7 +155,7 @@ def main(folder: Path) -> None:
         if len(list((cell / "dump").glob("*.parquet"))) < 2:
             continue  # it runs still
         name = f"{cell.parent.name}/{cell.name}"
-        found[name] = row_of(responses(cell / "dump"), kinds) | machine()
+        found[name] = row_of(responses(cell / "dump"), kinds) | machine(cell)
         print(name, figures(found[name]["prompts"]), flush=True)
     RESULTS.mkdir(exist_ok=True)
     replace_text(out, json.dumps(found) + "\n")

@@ -11,7 +11,7 @@ from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
 from real.sums import RESULTS, Response, figures, interval, row_of
 
-FOUND = json.loads((RESULTS / "gap.json").read_text())
+FOUND = {(f, n): row for f in ("gap", "gap_cuda") for n, row in json.loads((RESULTS / f"{f}.json").read_text()).items()}
 
 
 def drawn(sigma: float, responses: int = 400, length: int = 80) -> list[Response]:
@@ -47,10 +47,10 @@ def test_there_are_eight_kinds_of_twelve_topics_all_different() -> None:
     assert len(set(texts)) == len(texts) == len(KINDS) * len(TOPICS) == 96
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_committed_row_is_whole_and_agrees_with_itself(name: str) -> None:
+@pytest.mark.parametrize("name", FOUND, ids="/".join)
+def test_a_committed_row_is_whole_and_agrees_with_itself(name: tuple[str, str]) -> None:
     row = FOUND[name]
-    assert row["tokens"] == sum(one["tokens"] for one in row["prompts"]) >= 15_000
+    assert row["tokens"] == sum(one["tokens"] for one in row["prompts"]) >= 10_000  # a model in 4 bits ends early
     assert figures(row["positions"])["k3"] == pytest.approx(figures(row["prompts"])["k3"], rel=1e-9)
     assert sum(one["tokens"] for one in row["bins"]) + row["certain"] == row["tokens"]
     for weights in row["sequence weights"].values():

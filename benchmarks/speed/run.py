@@ -125,13 +125,16 @@ def run(work: list[Case], store: Store, meter: Meter, seconds: float) -> None:
 def stage(store: Store, name: str, command: list[str]) -> int:
     """Runs a command and writes down how it ended, and the last lines that it said."""
     begun, last = time.perf_counter(), deque[str](maxlen=3)
+    stages = store.setdefault("stages", {})
+    stages[name] = {"status": 124, "seconds": 0, "said": "its process ended"}
+    store.save()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
         last.extend([line.strip()] if line.strip() else [])
     status, seconds = process.wait(), round(time.perf_counter() - begun)
-    store.setdefault("stages", {})[name] = {"status": status, "seconds": seconds, "said": "; ".join(last)}
+    stages[name] = {"status": status, "seconds": seconds, "said": "; ".join(last)}
     store.save()
     return status
 

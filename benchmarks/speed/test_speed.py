@@ -232,8 +232,11 @@ def test_peers_are_found_left_out_or_absent_with_the_reason(tmp_path: Path) -> N
     assert peers.rows(entropy=False, sharded=True) == []
 
 
-def test_a_stage_is_run_and_written_down(tmp_path: Path) -> None:
+def test_a_stage_is_run_and_written_down_even_if_it_is_ended(tmp_path: Path) -> None:
     kept = store(tmp_path)
+    seen = "import json, sys; print(json.load(open(sys.argv[1]))['stages'])"
+    run.stage(kept, "tests", [sys.executable, "-c", seen, str(kept.path)])
+    assert "its process ended" in kept["stages"]["tests"]["said"]
     assert run.stage(kept, "tests", [sys.executable, "-c", "print('.\\n4 passed\\n'); raise SystemExit(3)"]) == 3
     assert store(tmp_path)["stages"]["tests"] | {"seconds": 0} == {"status": 3, "seconds": 0, "said": ".; 4 passed"}
 

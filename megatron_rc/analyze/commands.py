@@ -38,6 +38,9 @@ def _formats() -> list[str]:
 
 def analyze(
     dump: Annotated[Path, typer.Argument(help="Dump of rollouts: a file, or a folder of them.")],
+    after: Annotated[
+        Path | None, typer.Argument(help="A second dump: say what got worse from the first to it; writes no page.")
+    ] = None,
     dump_format: Annotated[
         str,
         typer.Option(
@@ -93,14 +96,16 @@ def analyze(
 ) -> None:
     """Say from a dump of rollouts whether the gap is a bug or numerics, whose it is, and what to do.
 
-    Exit status: 0 analyzed, 4 a condition of --require does not hold, 2 the dump or an option could not be read.
+    Exit status: 0 analyzed, 4 a condition of --require does not hold or the second dump is worse, 2 the dump or an
+    option could not be read.
     """
     if gate or gate_format:
         raise ValueError("--gate and --gate-format are called --require and --require-format; give these instead")
     from rich.console import Console
 
     from megatron_rc.analyze import conditions, output, terminal
-    from megatron_rc.analyze.diagnosis import diagnose_dump
+    from megatron_rc.analyze.comparison import compare
+    from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
     from megatron_rc.analyze.known import Known, read_floor
     from megatron_rc.analyze.pages import html as pages
     from megatron_rc.analyze.rules import check_code
@@ -116,9 +121,25 @@ def analyze(
     for code in (*selected, *ignored):
         check_code(code)
     shown = Console(highlight=False)
-    with _progress_bar(dump) as progress:
-        rules = {"select": selected, "ignore": ignored}
-        diagnosis = diagnose_dump(dump, format=dump_format or None, **rules, known=known, progress=progress)
+    analyzed = partial(diagnose_dump, format=dump_format or None, select=selected, ignore=ignored, known=known)
+
+    def diagnosed(path: Path) -> Diagnosis:
+        with _progress_bar(path) as progress:
+            return analyzed(path, progress=progress)
+
+    if after is not None:
+        for option, value in (("--require", require), ("--rc", rc), ("--what-if", what_if), ("--host", host)):
+            if value:
+                raise ValueError(f"{option} goes with one dump; with two dumps what got worse is the answer")
+        found = compare(diagnosed(dump), diagnosed(after))
+        if as_json:
+            print(output.as_json(found.to_dict(share=share)))
+        else:
+            found.show(shown, share=share)
+        if found.worse:
+            raise typer.Exit(ExitStatus.WRONG)
+        return
+    diagnosis = diagnosed(dump)
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif require_format == "text":

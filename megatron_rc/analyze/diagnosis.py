@@ -84,6 +84,7 @@ class Diagnosis:
             floors=(max(RATIO_FLOOR, FIRST_ORDER * evidence.whole.k3), SURPRISE_FLOOR),
             unsure=int(noise.unsure.sum()),
             servers=len(evidence.by_server),
+            responses=evidence.sequences,
             fewest=FEWEST,
         )
 

@@ -47,13 +47,16 @@ def excluded(diagnosis: Diagnosis) -> str:
     if diagnosis.level in DOUBTS:
         return ""
     found = diagnosis.power
-    parts = [f"{found.missing_mass:.2g} of the probability that cannot be drawn"]
+    parts = []
+    if found.missing_mass is not None:
+        parts.append(f"{found.missing_mass:.2g} of the probability that cannot be drawn")
     if found.surprise is not None and found.temperature is not None:
         parts.append(f"hidden sampling of {found.surprise:.2g} nats (a temperature off by {found.temperature:.1%})")
     if found.server is not None:
         parts.append(f"another set of weights on a server with {found.server:.1%} of the tokens")
     tests = sum(test.p is not None for test in diagnosis.evidence.tests)
-    return (
-        f"{tests} tests ran on {diagnosis.evidence.whole.tokens:,} tokens. With a chance of {CHANCE:.0%} they would "
-        f"have shown {'; '.join(parts)}. Smaller faults are not excluded."
-    )
+    ran = f"{tests} tests ran on {diagnosis.evidence.whole.tokens:,} tokens."
+    if not parts:
+        return f"{ran} A few large ratios decide them, so they exclude neither filters nor a hidden temperature."
+    shown = "; ".join(parts)
+    return f"{ran} With a chance of {CHANCE:.0%} they would have shown {shown}. Smaller faults are not excluded."

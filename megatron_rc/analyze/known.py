@@ -11,6 +11,10 @@ USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.12, "int8": 0.45, "fp8": 0.45, "
 """Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
 0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits); other models are
 within half of it (docs/atlas.md)."""
+LEAST_FLOOR = USUAL["fp32"] / 3
+"""A smaller floor, such as the 0 of batch-invariant kernels, counts as this: the rounding of fp32 log-probs."""
+OF_GAP = 2 / 3
+"""Share of the gap that a probe saw and that counts as floor: twice that gap is usual then."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +37,28 @@ class Known:
 
         A mixture of experts shifts experts, which has no limit.
         """
-        if self.floor is not None:
-            return 3 * self.floor
+        if self.floor is not None and (self.kind != "moe" or self.floor >= LEAST_FLOOR):
+            # a side against itself does not show what is the same in every batch, such as the loss of quantised weights
+            return max(3 * max(self.floor, LEAST_FLOOR), USUAL.get(self.precision, 0.0))
         return None if self.kind == "moe" or not self.precision else USUAL[self.precision]
 
     @property
     def fine(self) -> bool:
-        """True where rounding is known to be small: 16 bits or more, or a floor of that size."""
-        return self.precision in SIXTEEN_BITS or (self.floor is not None and self.floor <= USUAL["bf16"])
+        """True where rounding is known to be small: 16 bits or more, or a floor of that size where that is not said."""
+        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= USUAL["bf16"]
+        return small or self.precision in SIXTEEN_BITS
 
 
 def read_floor(path: Path) -> float:
-    """The floor of a file that `doctor --probe --floor` wrote; ValueError where there is none."""
+    """The floor in a file of `doctor --probe --floor`, or a share of the gap in it; ValueError without either.
+
+    A side against itself does not show the kernels of the other: in bf16 the gap of a healthy pair is seven floors.
+    """
     try:
-        noise = float(json.loads(path.read_text(encoding="utf-8"))["noise"])
+        read = json.loads(path.read_text(encoding="utf-8"))
+        noise = max(float(read["noise"]), OF_GAP * float(read.get("gap", 0.0)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--floor: {path} is not a file of `megatron-rc doctor --probe --floor` ({error!r})") from None
-    if not 0 <= noise < float("inf"):
+    if not 0 <= noise < float("inf") or float(read["noise"]) < 0:
         raise ValueError(f"--floor: noise in {path} must be a number from 0, got {noise}")
     return noise

@@ -72,7 +72,12 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
 
 def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> str:
     """``to_dict`` as JSON; a number that is not finite is null."""
-    return json.dumps(_finite(to_dict(diagnosis, share=share, what_if=what_if)), indent=2)
+    return as_json(to_dict(diagnosis, share=share, what_if=what_if))
+
+
+def as_json(values: Any) -> str:
+    """Plain values as JSON; a number that is not finite is null."""
+    return json.dumps(_finite(values), indent=2)
 
 
 def junit(outcomes: list[Outcome]) -> str:

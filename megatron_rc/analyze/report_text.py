@@ -4,15 +4,17 @@ import math
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import Verdict
+from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.grid import Grid, grid
+from megatron_rc.analyze.statistics.growth import Growth
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.profile import Profile
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.tail import LIMIT
 from megatron_rc.analyze.statistics.timeline import Timeline
 from megatron_rc.analyze.statistics.what_if import WhatIf, WhatIfTable
+from megatron_rc.correction.warnings import horizon
 
 ONE_TOKEN = 0.5
 """Share of k3 from which a single token is named."""
@@ -40,6 +42,15 @@ def support(verdict: Verdict) -> str:
     """What a verdict rests on, such as "p < 1e-99, 76 % of k3"."""
     parts = [probability(verdict.p)] if verdict.p is not None else []
     return ", ".join([*parts, *filter(None, [share(verdict.share)])])
+
+
+def price(evidence: Evidence, verdict: Verdict) -> str:
+    """What mending the cause of a verdict would give, from its share of k3; empty where it has none."""
+    before, part = evidence.whole.k3, verdict.share
+    if verdict.level is Level.NUMERICS or not part or not before or not math.isfinite(before):
+        return ""
+    after = before * (1 - min(part, 1.0))
+    return f"without it T* is {Growth.words(horizon(after))}"
 
 
 def sentence(verdict: Verdict) -> str:
@@ -77,7 +88,8 @@ def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, st
     def p(test: Test | None) -> str:
         if test is None:
             return "not run"
-        return test.undecided if test.p is None else honesty_probability(evidence, test)
+        # in full in the JSON; here it would wrap the table
+        return test.undecided.partition(":")[0] if test.p is None else honesty_probability(evidence, test)
 
     # the test has one side: a p-value of 1 would read as if something had been found
     above = p(panel.z_log_ratio) if panel.mean_log_ratio > 0 else "not above 0"

@@ -111,7 +111,10 @@ def show_outcomes(outcomes: Sequence[Outcome], *, console: Console) -> None:
 def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: bool) -> None:
     in_full = len(diagnosis.verdicts) if len(diagnosis.verdicts) <= IN_FULL else 1
     for index, verdict in enumerate(diagnosis.verdicts):
-        page, support = verdict.page, report_text.support(verdict)
+        page = verdict.page
+        support = "; ".join(
+            filter(None, [report_text.support(verdict), report_text.price(diagnosis.evidence, verdict)])
+        )
         title = f"[{STYLES[verdict.level]}]{verdict.code}[/] [bold]{escape(page.title)}[/]"
         console.print(title + (f" ({support})" if support else ""))
         if index < in_full and not share:

@@ -107,8 +107,7 @@ class Plan(NamedTuple):
             gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
         units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})
         statistics = [gate.statistic for gate in correction.reject if gate.statistic not in (*STATISTICS, "lag")]
-        on_lags = any(gate.statistic == "lag" for gate in correction.reject)
-        on_lags |= weight is not None and weight.weight.reads_lags
+        on_lags = correction.judges("lag") or (weight is not None and weight.weight.reads_lags)
         return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)), on_lags)
 
     @property

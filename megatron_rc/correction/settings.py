@@ -61,10 +61,14 @@ class RolloutCorrection:
                 "time, and a mean over less than the batch would depend on how the batch was cut"
             )
 
+    def judges(self, statistic: str) -> bool:
+        """Whether a rejection is on this statistic."""
+        return any(gate.statistic == statistic for gate in self.reject)
+
     def check_one_micro_batch(self, caller: str) -> None:
         """Refuse "standardized" and a measured upper, for a ``caller`` that sees one micro-batch at a time."""
         self.check_keeps_upper(caller)
-        if any(gate.statistic == STANDARDIZED for gate in self.reject):
+        if self.judges(STANDARDIZED):
             raise ValueError(
                 f"reject must not use 'standardized' in {caller}, which sees one micro-batch at a time and has no "
                 "mean_k3 of earlier batches"
@@ -78,7 +82,7 @@ class RolloutCorrection:
     def check_without_versions(self, caller: str) -> None:
         """Refuse what reads lags, and staleness_upper, for a ``caller`` that knows no version of the sampler."""
         self.check_without_sampling_logprobs(caller)
-        names = ["lag" for gate in self.reject if gate.statistic == "lag"]
+        names = ["lag"] * self.judges("lag")
         if self.weight is not None:
             names += ["growth"] * (self.weight.growth == "sqrt_lag") + ["upper_by_lag"] * bool(self.weight.upper_by_lag)
         if names:

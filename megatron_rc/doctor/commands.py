@@ -1,5 +1,6 @@
 """The command `megatron-rc doctor`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,9 @@ def doctor(
         int,
         typer.Option(min=0, help="With --probe: send the trainer's weights so often, unchanged; the gap must stay."),
     ] = 0,
+    floor: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --probe: write the noise floor for analyze --floor FILE.")
+    ] = None,
     show_passed: Annotated[
         bool, typer.Option("--all", help="Also print each check that passed, as --probe does.")
     ] = False,
@@ -63,18 +67,24 @@ def doctor(
     from megatron_rc.doctor.host.environment import examine_hosts
     from megatron_rc.doctor.registry import Finding, worst
 
+    if floor and (not probe or floor.is_dir() or not floor.parent.is_dir()):
+        raise ValueError(f"--floor: needs --probe, and a file in a folder that exists, got {floor}")
     asks_servers = bool(sglang or config or hf_path or probe or syncs)
     found: dict[str, list[Finding]] = {}
     if asks_servers:
         with needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
             from megatron_rc.doctor.server.examine import examine_servers
+            from megatron_rc.doctor.server.floor import Floors
 
-            found = examine_servers(sglang, config, hf_path, timeout, assignments or (), probe=probe, syncs=syncs)
+            asked, floors = (sglang, config, hf_path, timeout, assignments or ()), Floors()
+            found = examine_servers(*asked, probe=probe, syncs=syncs, floors=floors if floor else None)
     if host or flags or flags_file or not asks_servers:
         found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:
         print(display.to_json(found))
     else:
         display.show_all(found, console=Console(highlight=False), passed=show_passed or probe)
+    if floor:
+        print(floors.write(floor), file=sys.stderr if as_json else sys.stdout)
     if any(worst(findings) == "error" for findings in found.values()):
         raise typer.Exit(ExitStatus.WRONG)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 Status = Literal["good", "error", "warning", "note"]
@@ -36,19 +37,12 @@ def good(found: str) -> Finding:
     return Finding("", "good", found)
 
 
-def error(found: str, fix: str) -> Finding:
-    """A mismatch that makes the job fail or the gradient wrong."""
-    return Finding("", "error", found, fix)
-
-
-def warning(found: str, fix: str) -> Finding:
-    """A mismatch that widens the gap between the policies, or an untested combination."""
-    return Finding("", "warning", found, fix)
-
-
-def note(found: str, fix: str) -> Finding:
-    """A difference worth knowing."""
-    return Finding("", "note", found, fix)
+error = partial(Finding, "", "error")
+"""A mismatch that makes the job fail or the gradient wrong."""
+warning = partial(Finding, "", "warning")
+"""A mismatch that widens the gap between the policies, or an untested combination."""
+note = partial(Finding, "", "note")
+"""A difference worth knowing."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Each text is readable on its ground (contrast 4.5), and the colour-blind tell th
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 LIGHT = {
     **{"page": "#f6f7f9", "card": "#ffffff", "text": "#1b2330", "soft": "#5d6878", "grid": "#e4e8ee"},
@@ -28,8 +28,6 @@ METHODS = {
     "standardized": "red",
 }
 """Methods that have one colour in every figure; "exact" is the sampler without a gap."""
-
-
 OTHER = "cyan"
 """Colour of all other methods."""
 
@@ -44,13 +42,9 @@ def hues(names: Sequence[str]) -> dict[str, str]:
 def style_sheet() -> str:
     """The colours as variables and classes of CSS; dark ones where the reader's system is dark."""
     light, dark = ("; ".join(f"--{name}: {value}" for name, value in each.items()) for each in (LIGHT, DARK))
+    series = "".join(f".c{number}, .{hue} {{ --c: var(--{hue}); }}\n" for number, hue in enumerate(SERIES))
     return (
         f":root {{ {light}; color-scheme: light dark; }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n{''.join(_classes())}"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n"
+        f"{series}.soft {{ --c: var(--soft); }}\n"
     )
-
-
-def _classes() -> Iterator[str]:
-    for number, hue in enumerate(SERIES):
-        yield f".c{number}, .{hue} {{ --c: var(--{hue}); }}\n"
-    yield ".soft { --c: var(--soft); }\n"

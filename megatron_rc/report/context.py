@@ -52,15 +52,12 @@ def load_context(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 def tabled(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the table of a page shows: dotted names, the correction by its preset, no folder of this machine."""
     correction = settings.get("correction")
-    names = [name for name, preset in PRESETS.items() if _is_within(preset.correction.to_dict(), correction)]
+    fields = dict(correction).items() if isinstance(correction, Mapping) else set()
+    names = [name for name, preset in PRESETS.items() if preset.correction.to_dict().items() <= fields]
     flat = flattened({**settings, "correction": names[0]} if names else settings)
     return {
         name: without_folder(value) if isinstance(value, str) else value for name, value in flat if name != "output"
     }
-
-
-def _is_within(part: Mapping[str, Any], whole: Any) -> bool:
-    return isinstance(whole, Mapping) and all(name in whole and whole[name] == value for name, value in part.items())
 
 
 def age_note(settings: Mapping[str, Any]) -> str:

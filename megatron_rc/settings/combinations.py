@@ -46,10 +46,6 @@ def _drops(correction: RolloutCorrection) -> bool:
     return by_weight or bool(correction.reject)
 
 
-def _judges_routes(correction: RolloutCorrection) -> bool:
-    return any(gate.statistic == "route_shift" for gate in correction.reject)
-
-
 def _column(name: str) -> tuple[Combination, ...]:
     """Refusals of a column of the dump that the old pass computes on demand."""
     return (
@@ -133,7 +129,9 @@ COMBINATIONS = (
         "got {job.correction.old!r}",
     ),
     Combination(
-        lambda job, start: _judges_routes(job.correction) and (not job.moe.record or job.correction.old != "recompute"),
+        lambda job, start: (
+            job.correction.judges("route_shift") and (not job.moe.record or job.correction.old != "recompute")
+        ),
         "a rejection on 'route_shift' needs moe.record=true and correction.old='recompute': it compares the routes of "
         "that pass with the sampler's, got {job.moe.record!r} and {job.correction.old!r}",
     ),

@@ -4,10 +4,11 @@ import os
 import platform
 import re
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from megatron_rc.versions import installed_version
 
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "transformer-engine", "apex", "sglang", "numpy")
 _ROOT = Path(__file__).parents[2]
@@ -22,8 +23,8 @@ def fingerprint(**facts: object) -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
-        "megatron_rc": _version("megatron-rc"),
+        **{name: installed_version(name) or "not installed" for name in PACKAGES},
+        "megatron_rc": installed_version("megatron-rc") or "not installed",
         "git_commit": _git_commit(),
     }
 
@@ -46,13 +47,6 @@ def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
     return match.group(1) if match else platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _git_commit() -> str:

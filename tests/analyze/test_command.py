@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS
 from refusals import Ended, run
+from simulated_dumps import TRAPS, world, write_dump
 
 from megatron_rc.analyze import output
 from megatron_rc.analyze.conditions import Outcome
@@ -60,6 +61,7 @@ def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path
     "options",
     [
         ("--require", "speed<1"), ("--require", "k3<fast"), ("--require", "k3"), ("--require", "RC2=some"),
+        ("--require", "RC9=none"), ("--require", "RC1o2=none"), ("--precision", "bf8"), ("--model-kind", "sparse"),
         ("--require", ","), ("--select", "RC999"), ("--ignore", "203"), ("--host", "trl2"),
     ],
 )  # fmt: skip
@@ -113,6 +115,36 @@ def test_the_exit_status_says_whether_the_conditions_hold(tmp_path: Path) -> Non
     assert analyze(path, "--require", "k3<1e-2, damaged<=0").status == 0
     ended = analyze(path, "--require", "k3<1e-2, k3<1e-9")
     assert ended.status == ExitStatus.WRONG and "fails k3<1e-9" in ended.stdout
+
+
+def test_what_is_shared_names_no_server_in_the_answers_of_conditions(tmp_path: Path) -> None:
+    path = write_dump(TRAPS["one stale server"][1](world(1, sequences=48)), tmp_path / "dump.parquet")
+    for form in ("text", "junit", "github"):
+        shown, shared = (
+            analyze(path, "--require", "RC3=none", "--require-format", form, *more) for more in ((), ("--share",))
+        )
+        assert shown.status == shared.status == ExitStatus.WRONG
+        assert "server c has" in shown.stdout and "RC303 (BUG)" in shared.stdout
+        assert "server c" not in shared.stdout.lower()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [(None, "FileNotFoundError"), ("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"noise": -1}', "must be a number")],
+)
+def test_a_floor_that_cannot_be_read_is_one_sentence(written: str | None, said: str, tmp_path: Path) -> None:
+    floor = tmp_path / "floor.json"
+    if written is not None:
+        floor.write_text(written)
+    ended = analyze(dump(tmp_path), "--floor", floor)
+    assert ended.is_refusal() and "--floor" in ended.stderr and said in ended.stderr, ended
+
+
+def test_a_mask_of_zeros_and_probabilities_in_place_of_logs_are_called_that(tmp_path: Path) -> None:
+    masked = analyze(dump(tmp_path, loss_mask=[[0] * LENGTH] * RESPONSES))
+    assert f"the loss mask is 0 at all {RESPONSES * LENGTH} tokens of {RESPONSES} responses" in masked.stderr
+    positive = analyze(dump(tmp_path, rollout_logprobs=[[0.5] * LENGTH] * RESPONSES))
+    assert f"{RESPONSES} with log-probs above 0 (are they probabilities, or -log p?)" in positive.stderr
 
 
 def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, expert_flips, levels, sampled, small_honest, world
+from simulated_dumps import (
+    TRAPS,
+    chunk_of,
+    diagnosed,
+    draw,
+    expert_flips,
+    levels,
+    log_softmax,
+    sampled,
+    small_honest,
+    world,
+)
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.headline import HEADLINES, headline
@@ -60,7 +71,15 @@ def test_no_size_of_noise_is_called_a_bug_or_a_suspect(noise: float) -> None:
 def test_a_floor_of_the_users_own_is_what_the_gap_is_compared_with() -> None:
     chunk = small_honest(1, sequences=300, noise=0.5)
     assert "above three times the measured floor" in diagnosed(chunk, known=Known(floor=0.1)).verdicts[0].sentence
-    assert headline(diagnosed(chunk, known=Known(floor=0.5))) == NUMERICS
+    for known in (Known(floor=0.5), Known("int4", floor=0.1), Known("int8", floor=0.3)):
+        assert headline(diagnosed(chunk, known=known)) == NUMERICS and not known.fine
+
+
+def test_a_floor_of_zero_counts_as_the_rounding_of_fp32_and_leaves_experts_and_a_precision_what_is_usual() -> None:
+    exact, bf16 = (small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
+    assert "(--precision allows" in diagnosed(bf16, known=Known(floor=0)).verdicts[0].sentence
+    for chunk, known in ((exact, Known()), (bf16, Known("bf16")), (bf16, Known(kind="moe"))):
+        assert headline(diagnosed(chunk, known=replace(known, floor=0.0))) == NUMERICS
 
 
 def test_a_temperature_between_a_map_of_training_and_a_proof_is_suspected_with_both_causes() -> None:
@@ -73,3 +92,45 @@ def test_a_temperature_between_a_map_of_training_and_a_proof_is_suspected_with_b
     versions = {"version": np.full(w.sequence.size, 3), "trainer_version": np.full(size, 19)}
     again = world(1, noise=0.3, sequences=96)
     assert levels(diagnosed(sampled(again, 0.85 * again.noisy, **versions))) == {"RC502": Level.LAG}
+
+
+def test_noise_of_logits_is_compared_before_the_division_by_the_temperature() -> None:
+    """Half of the responses at 0.5: their log-ratios are twice as large, of the same noise."""
+    w = world(1, sequences=96)
+    temperature = np.where(np.arange(96) % 2, 1.0, 0.5)
+    divided = temperature[w.sequence][:, None]
+    log_mu = log_softmax(w.noisy / divided)
+    server = np.array(["cold", "warm"])[np.arange(96) % 2]
+    chunk = chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server)
+    known = replace(chunk, sequences={**chunk.sequences, "temperature": temperature})
+    cold = server[w.sequence] == "cold"
+    assert diagnosed(known).evidence.noise.contrast(cold, ~cold).ratio == pytest.approx(1, abs=0.05)
+    assert diagnosed(chunk).evidence.noise.contrast(cold, ~cold).ratio > 1.3
+    assert diagnosed(known).evidence.noise.typical == pytest.approx(0.03, rel=0.15)
+    assert levels(diagnosed(known)) == {"RC501": Level.NUMERICS}
+
+
+@pytest.mark.parametrize("place", ["start", "server", "turn"])
+def test_a_place_where_the_model_is_less_sure_is_no_fault(place: str) -> None:
+    """k3 is four times larger there, of the same noise on every logit."""
+    w = world(1, sequences=96)
+    server = np.array(["open", "sure"])[np.arange(96) % 2]
+    there = {"start": w.position < 20, "server": server[w.sequence] == "open", "turn": w.position >= 85}[place]
+    sure = np.where(there, 0.4, 9.0)[:, None]
+    surer = replace(w, logits=w.logits * sure, noisy=w.logits * sure + w.noisy - w.logits)
+    mask = (w.position < 75) | (w.position >= 85)
+    found = diagnosed(sampled(surer, surer.noisy, server=server, loss_mask=mask))
+    k3, kept = found.evidence.sample.k3, there[mask]
+    assert k3[kept].mean() > 4 * k3[~kept].mean()
+    assert levels(found) == {"RC501": Level.NUMERICS}
+
+
+def test_weights_that_are_updated_in_flight_are_no_other_prompt() -> None:
+    """All responses start on weights that are three updates older, and the dump says so."""
+    w = world(1, sequences=96)
+    older = w.position < 30
+    moved = w.noisy + np.where(older, 0.3, 0.0)[:, None] * w.random.normal(size=w.noisy.shape)
+    versions = {"version": np.where(older, 7, 10), "trainer_version": np.full(96, 10)}
+    assert levels(diagnosed(sampled(w, moved, **versions))) == {"RC502": Level.LAG}
+    unlabelled = diagnosed(sampled(world(1, sequences=96), moved))
+    assert levels(unlabelled) == {"RC205": Level.BUG}

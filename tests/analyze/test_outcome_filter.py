@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, world, zero_filled
+from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, levels, renormalised_top_p, world, zero_filled
 
 from megatron_rc.analyze import conditions, output, terminal
 from megatron_rc.analyze.chunk import Chunk
@@ -159,6 +159,21 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     for text in (terminal.text(after), page(after)):
         assert "Filtered by outcome: none of 24 groups has equal rewards (chance below 1e-6 " in " ".join(text.split())
         assert "dump before the filter" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_advantages_of_one_sign_show_a_filter_without_rewards(per: str) -> None:
+    chunk = TRAPS["hidden temperature .7"][1](world(1, sequences=48))
+    size = 48 if per == "sequence" else chunk.log_pi.size
+    one_sided, both = np.full(size, 0.5), np.where(np.arange(size) < size // 2, 0.5, -0.5)
+    found = [diagnosed(with_advantage(chunk, values)) for values in (one_sided, both)]
+    assert levels(found[0]) == {"RC103": Level.UNDECIDED} and levels(found[1]) == {"RC103": Level.BUG}
+    assert "all 48 advantages that are not 0 are above 0" in found[0].evidence.outcome_filter.sentence
+
+
+def with_advantage(chunk: Chunk, values: np.ndarray) -> Chunk:
+    where = "sequences" if values.size == chunk.num_sequences else "tokens"
+    return replace(chunk, **{where: {**getattr(chunk, where), "advantage": values}})
 
 
 def test_a_filter_hides_no_bug_of_rules_that_do_not_see_it_and_accuses_no_honest_dump() -> None:

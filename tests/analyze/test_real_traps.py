@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from headlines import contradictions
 from simulated_dumps import levels
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -51,7 +52,9 @@ EXPECTED = {name: {code: Level.BUG} for name, code in BUGS.items()} | {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) -> None:
-    assert levels(diagnose_dump(FOLDER / f"{name}.parquet")) == EXPECTED[name]
+    found = diagnose_dump(FOLDER / f"{name}.parquet")
+    assert levels(found) == EXPECTED[name]
+    assert contradictions(found) == []
 
 
 @pytest.mark.parametrize("name", WRONG_TENSOR)

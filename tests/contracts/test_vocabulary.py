@@ -45,8 +45,8 @@ WORDS = {
     "lag": Word(
         "number of updates since a token was sampled",
         ("batch.py", "correction/", "triton_kernels/", "settings/", "integrations/megatron_lm/", "report/panels.py",
-         "analyze/pages/by_bin.py", "analyze/statistics/factors.py"),
-        dict.fromkeys(("LagSums", "at_lag", "best_lag", "lag_correlations"), "the shift of a correlation")
+         "analyze/evidence.py", "analyze/pages/by_bin.py", "analyze/rules/rc501.py", "analyze/statistics/factors.py"),
+        dict.fromkeys(("LagSums", "at_lag"), "the shift of a correlation")
         | dict.fromkeys(("LeadLag", "lag", "lead_lag"), "the steps by which a series follows another"),
     ),
     "staleness": Word("the ratio train / sampling of one token", ("correction/", "triton_kernels/")),

@@ -1,9 +1,9 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 41_600, "triton_kernels": 3_130, "tests": 42_700, "benchmarks": 8_700, "": 97_000}
+LINES = {"megatron_rc": 43_000, "triton_kernels": 3_130, "tests": 43_150, "benchmarks": 9_500, "": 99_600}
 """Lines of Python below each folder and ("") in all."""
 
-WORDS = 40_000
+WORDS = 40_400
 """Words of the documents in docs/ that are written by hand."""
 
 GENERATED = (
@@ -13,7 +13,7 @@ GENERATED = (
 """Documents that a command prints; see `make docs`."""
 
 SECONDS: dict[str, tuple[float, float]] = {
-    "tests/analyze": (99, 0), "tests/contracts": (87, 0), "tests/correction": (35, 0),
+    "tests/analyze": (135, 0), "tests/contracts": (87, 0), "tests/correction": (35, 0),
     "tests/doctor": (93, 0), "tests/integrations": (155, 0), "tests/jobs": (104, 0), "tests/kernels": (112, 345),
     "tests/launch": (82, 0), "tests/learning_rate": (23, 0), "tests/logprobs": (43, 7), "tests/models": (18, 0),
     "tests/moe": (43, 0), "tests/report": (23, 0), "tests/rollout": (108, 0), "tests/training": (72, 0),

@@ -211,6 +211,64 @@ def policy_lag(w: World) -> Chunk:
     return sampled(w, w.noisy + size, **{"version": (10 - lag)[w.sequence], "trainer_version": np.full(sequences, 10)})
 
 
+def repetition_penalty(w: World, size: float) -> Chunk:
+    """Logits of ids that came before are divided by ``size`` if positive, else multiplied; the logs show it."""
+    sequences = int(w.sequence[-1]) + 1
+    logits = w.noisy.reshape(sequences, LENGTH, VOCABULARY).copy()
+    seen, ids = np.zeros((sequences, VOCABULARY), dtype=bool), np.zeros((sequences, LENGTH), dtype=np.int64)
+    for t in range(LENGTH):
+        row = logits[:, t]
+        logits[:, t] = np.where(seen, np.where(row > 0, row / size, row * size), row)
+        ids[:, t] = draw(w.random, log_softmax(logits[:, t]))
+        seen[np.arange(sequences), ids[:, t]] = True
+    return chunk_of(w, ids.reshape(-1), log_softmax(w.logits), log_softmax(logits.reshape(w.noisy.shape)))
+
+
+def relogged(w: World, change: Callable[[np.ndarray], np.ndarray]) -> Chunk:
+    """An honest dump whose log mu is changed."""
+    chunk = honest(w)
+    return Chunk(chunk.log_pi, change(chunk.log_mu), chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+
+
+def shuffled_rows(log_mu: np.ndarray) -> np.ndarray:
+    """[N] with every response moved to the place of the next one."""
+    return np.roll(log_mu.reshape(-1, LENGTH), 1, axis=0).reshape(-1)
+
+
+def likeliest_logged(w: World) -> Chunk:
+    full = log_softmax(w.noisy)
+    return chunk_of(w, draw(w.random, full), log_softmax(w.logits), full.max(axis=1))
+
+
+def noisier(w: World, size: float, rows: np.ndarray, columns: slice = slice(None), **more: np.ndarray) -> Chunk:
+    """The sampler has more noise on the logits of ``rows`` [N] and ``columns`` of [V]."""
+    extra = np.zeros(w.noisy.shape)
+    extra[rows, columns] = size * w.random.normal(size=extra[rows, columns].shape)
+    return sampled(w, w.noisy + extra, **more)
+
+
+def later_turn(w: World) -> Chunk:
+    """The second turn, behind five tokens outside the loss, is off."""
+    return noisier(w, 0.3, w.position >= 80, loss_mask=(w.position < 75) | (w.position >= 80))
+
+
+def stale_shard(w: World) -> Chunk:
+    """One of eight shards of a vocabulary of 5,120 ids is off."""
+    chunk = noisier(w, 0.3, w.position >= 0, slice(64, 96))
+    return Chunk(
+        chunk.log_pi,
+        chunk.log_mu,
+        chunk.cu_seqlens,
+        {**chunk.tokens, "token_id": chunk.tokens["token_id"] * 20},
+        chunk.sequences,
+    )
+
+
+def missing_bias(w: World) -> Chunk:
+    """The sampler adds half a nat to every sixteenth id."""
+    return sampled(w, w.noisy + np.where(np.arange(VOCABULARY) % 16 == 0, 0.5, 0.0))
+
+
 TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
     "logged temperature .7": ("RC101", lambda w: logged_temperature(w, 0.7)),
     "logged temperature .98": ("RC101", lambda w: logged_temperature(w, 0.98)),
@@ -223,7 +281,17 @@ TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
     "raw logs at temperature .7": ("RC104", lambda w: raw_logs(w, 0.7)),
     "raw logs at temperature .95": ("RC104", lambda w: raw_logs(w, 0.95)),
     "padded vocabulary": ("RC106", lambda w: padded_vocabulary(w, 2)),
+    "repetition penalty": ("RC105", lambda w: repetition_penalty(w, 1.2)),
+    "logs of base 2": ("RC108", lambda w: relogged(w, lambda log_mu: log_mu / np.log(2))),
+    "logs of no decimals but one": ("RC108", lambda w: relogged(w, lambda log_mu: np.round(log_mu, 1))),
     "shifted by one": ("RC201", shifted),
+    "rows paired wrongly": ("RC208", lambda w: relogged(w, shuffled_rows)),
+    "sentinel": ("RC209", lambda w: relogged(w, lambda log_mu: np.where(w.position == 7, -9999.0, log_mu))),
+    "likeliest id logged": ("RC210", likeliest_logged),
+    "later turn off": ("RC206", later_turn),
+    "stale shard": ("RC306", stale_shard),
+    "a bias on some ids": ("RC307", missing_bias),
+    "failed responses": ("RC402", lambda w: noisier(w, 0.8, w.sequence % 10 == 5)),
     "zero-filled": ("RC203", lambda w: zero_filled(w, 1 / 8)),
     "forced end": ("RC203", forced_end),
     "another template": ("RC205", other_context),

@@ -115,6 +115,6 @@ TRAPS: dict[str, Trap] = {
     "forced end": Trap("injected", "RC203", "BUG", forced_end),
     "another template": Trap("real engine", "RC205", "BUG", other_prompt),
     "one stale server": Trap("real engine", "RC303", "BUG", one_stale_server),
-    "wrong conversion of one tensor": Trap("real engine", "RC501", "suspect", with_weights(misconverted)),
+    "wrong conversion of one tensor": Trap("real engine", "RC501", "numerics", with_weights(misconverted)),
 }
 """Every trap that needs no server, by its name."""

@@ -44,7 +44,7 @@ TRAPS = {
     "server: stale server": Trap("real server", "RC303", "BUG"),
     "server: stale prefix cache": Trap("real server", "RC301", "BUG"),
     "server: retracted requests": Trap("real server", "RC501", "numerics"),
-    "server: wrong conversion": Trap("real server", "RC501", "suspect"),
+    "server: wrong conversion": Trap("real server", "RC501", "numerics"),
 }
 """Those of ``dumps``, which makes them all together."""
 

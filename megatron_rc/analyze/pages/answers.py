@@ -37,20 +37,20 @@ def header(diagnosis: Diagnosis, share: bool) -> str:
     return (
         f'<header><h1 class="level {diagnosis.level.lower()}">{escape(headline(diagnosis))}</h1>'
         f'<p class="advice"><b>{escape(advice.headline)}</b> {escape(advice.reason)}</p>{warning}'
-        f"<p>{escape(excluded(diagnosis))}</p>"
         f"<p>{escape(name)} ({escape(diagnosis.format)}): {report_text.size(evidence)}. Sums are over all of "
         f"them; permutations, running sums and single tokens over a sample of {sampled}.</p></header>"
     )
 
 
 def verdicts(diagnosis: Diagnosis, share: bool) -> str:
-    """A card per verdict."""
-    return "".join(_verdict(verdict, share) for verdict in diagnosis.verdicts)
+    """A card per verdict, and what a report without a bug excludes."""
+    cards = "".join(_verdict(diagnosis.evidence, verdict, share) for verdict in diagnosis.verdicts)
+    return cards + (f"<p>{escape(said)}</p>" if (said := excluded(diagnosis)) else "")
 
 
-def _verdict(verdict: Verdict, share: bool) -> str:
+def _verdict(evidence: Evidence, verdict: Verdict, share: bool) -> str:
     page, support = verdict.page, report_text.support(verdict)
-    small = ", ".join(filter(None, [verdict.level, support]))
+    small = ", ".join(filter(None, [verdict.level, support, report_text.price(evidence, verdict)]))
     parts = [f"<h2><b>{verdict.code}</b> {escape(page.title)} <small>{escape(small)}</small></h2>"]
     if not share:
         # a sentence may name servers, ids and finish reasons

@@ -4,7 +4,6 @@ import base64
 import datetime
 import hashlib
 from html import escape
-from importlib import metadata
 from pathlib import Path
 
 from megatron_rc.analyze.diagnosis import Diagnosis
@@ -12,6 +11,7 @@ from megatron_rc.analyze.pages import answers, bounds, by_bin, confidence, seque
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
 from megatron_rc.drawing.frame import SCRIPT, document, without_folder
+from megatron_rc.versions import installed_version
 
 _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
 """Every page begins like this; a file that does not is never overwritten."""
@@ -31,17 +31,11 @@ def write(
     """
     path = Path(path)
     refuse_foreign(path)
-    made = f"megatron-rc {_version()}, {datetime.date.today()}"
+    version = installed_version("megatron-rc") or "of a folder that is not installed"
+    made = f"megatron-rc {version}, {datetime.date.today()}"
     footer = f"<footer>{made}{f': <code>{escape(command)}</code>' if command else ''}</footer>"
     path.write_text(page(diagnosis, share=share, what_if=what_if, footer=footer), encoding="utf-8")
     return path
-
-
-def _version() -> str:
-    try:
-        return metadata.version("megatron-rc")
-    except metadata.PackageNotFoundError:
-        return "of a folder that is not installed"
 
 
 def refuse_foreign(path: Path) -> None:

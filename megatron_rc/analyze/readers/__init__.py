@@ -80,7 +80,9 @@ def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
     kinds: Counter[str] = Counter()
     example: dict[str, Path] = {}
     for file, content in contents.items():
-        if file not in read and content.container != "page":
+        # an empty file without a suffix is a mark that its writer has finished
+        mark = not file.suffix and not file.stat().st_size
+        if file not in read and content.container != "page" and not mark:
             before = any(known.is_companion(content) for known in FORMATS.values())
             known = _known(content)
             kind = known.title if known else "samples before training" if before else "no known format"

@@ -14,6 +14,8 @@ BASES = {"base 2": math.log(2), "base 10": math.log(10)}
 CLOSER = 5.0
 """Factor by which k3 falls at least if log mu is converted. No temperature is undone by a constant factor: the
 normaliser changes with every token."""
+LEAST_K3 = 1e-3
+"""nats; a smaller gap is no other base."""
 SAME = 0.1
 """Largest |mean ratio - 1| of the converted logs."""
 FEWEST = 200
@@ -29,7 +31,7 @@ def check(evidence: Evidence) -> Verdict | None:
     for base, factor in BASES.items():
         converted = np.clip(sample.log_pi - factor * sample.log_mu, -50, 50)
         gap = float(k3(converted).mean())
-        if CLOSER * gap < evidence.whole.k3 and abs(float(np.expm1(converted).mean())) < SAME:
+        if max(CLOSER * gap, LEAST_K3) < evidence.whole.k3 and abs(float(np.expm1(converted).mean())) < SAME:
             return Verdict(
                 "RC108",
                 Level.BUG,

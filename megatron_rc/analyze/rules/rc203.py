@@ -12,8 +12,8 @@ FEWEST = 3
 LEAST_SHARE = 1e-5
 """Least share of the tokens. Logs of four decimals have such zeros in healthy dumps: 3 of 4.8 million tokens."""
 PLACED, ANYWHERE = 0.01, 0.5
-"""Least share of k3, where the tokens have a place in common and where they do not: certain tokens have a log mu of 0.0
-in fp32, and where the trainer reads other ids (RC204) some of them look like these."""
+"""Least share of k3, where the tokens have a place in common and where they do not. Certain tokens have a log mu of 0.0
+in fp32: where the trainer reads other ids (RC204), some of them look like these."""
 
 
 def check(evidence: Evidence) -> Verdict | None:

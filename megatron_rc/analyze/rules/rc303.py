@@ -10,8 +10,6 @@ LEAST_RATIO = 2.5
 of cards 1.96, and the loudest of eight healthy servers at most 1.3."""
 LEAST_Z = 2.5
 """Least standard errors of the difference, with the responses of a prompt as one unit."""
-NAMED = 3
-"""Most servers that the sentence names."""
 
 
 def check(evidence: Evidence) -> Verdict | None:
@@ -26,7 +24,7 @@ def check(evidence: Evidence) -> Verdict | None:
     bins = np.isin(np.asarray(profile.bins), names)
     k3, others = profile.mean_k3(bins), profile.mean_k3(~bins)
     share = evidence.excess_share(profile, bins, others)
-    listed = ", ".join(map(str, names[:NAMED])) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(map(str, names))
     who = f"server {listed} has" if len(names) == 1 else f"servers {listed} have"
     return Verdict(
         "RC303",

@@ -10,6 +10,7 @@ spread of 5; weights that were eight updates old 0.23 to 0.64 and 1.7 to 2.1."""
 CERTAIN_PERSISTENCE = 0.45
 """Where the precision is not known: weights in 4 bits reach 0.38, a bias on every 16th id 0.78."""
 LEAST_K3 = 1e-3
+"""nats; a smaller gap harms nobody."""
 LEAST_ERRORS = 4.0
 """Standard errors by which the persistence exceeds 0."""
 
@@ -39,4 +40,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC307", Stage.PROMPT, check, needs=("token_id",), tried=TRIED)
+RULE = Rule("RC307", Stage.WEIGHTS, check, needs=("token_id",), tried=TRIED)

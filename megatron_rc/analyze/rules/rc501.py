@@ -2,8 +2,6 @@
 
 import math
 
-import numpy as np
-
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.known import USUAL
 from megatron_rc.analyze.rules import rc404, rc502
@@ -26,9 +24,9 @@ def check(evidence: Evidence) -> Verdict | None:
 
 
 def typical_noise(evidence: Evidence) -> float:
-    """Noise of a logit at the typical token, at temperature 1; over all tokens where too few are unsure."""
+    """Noise of a logit at the typical token; over all tokens where too few are unsure."""
     noise = evidence.noise.typical
-    return (evidence.whole.sigma if math.isnan(noise) else noise) * _temperature(evidence)
+    return evidence.whole.sigma if math.isnan(noise) else noise
 
 
 def size_doubt(evidence: Evidence) -> str:
@@ -46,22 +44,16 @@ def size_doubt(evidence: Evidence) -> str:
         )
     if typical <= known.usual:
         return ""
-    against = "three times the measured floor" if known.floor is not None else f"what {known.precision} usually gives"
-    return f"that is above {against} ({known.usual:.3g}): compare the weights of both sides tensor by tensor"
+    against = f"what {known.precision} usually gives"
+    if known.usual != USUAL.get(known.precision):
+        against = "three times the measured floor, or the rounding of fp32 (--precision allows for other kernels)"
+    return f"that is above {against}, {known.usual:.3g}: compare the weights of both sides tensor by tensor"
 
 
 def _explained_by_lag(evidence: Evidence) -> bool:
     """True where the lag of the policy is the gap, or half of it: its noise is not that of the engines then."""
     verdict = rc502.check(evidence) if evidence.older else None
     return verdict is not None and (verdict.share is None or verdict.share >= 0.5)
-
-
-def _temperature(evidence: Evidence) -> float:
-    """The mean sampling temperature, which divides the noise of the logits; 1 where the dump does not say."""
-    temperatures = evidence.sample.sequences.get("temperature")
-    if temperatures is None or not np.isfinite(temperatures).all() or temperatures.size == 0:
-        return 1.0
-    return float(temperatures.mean())
 
 
 def _who(evidence: Evidence) -> str:

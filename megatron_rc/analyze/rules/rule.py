@@ -38,9 +38,10 @@ class Stage(IntEnum):
     PENALTY = 4  # The log-ratio follows from whether an id came before.
     MAP = 5  # The log-ratio follows from the logged log-prob.
     LOCATION = 6  # The sides differ in one place: a server, a cache, a turn, a shard.
-    PROMPT = 7  # The sides differ where a response starts, or in what they have learned.
-    KNOWN_CAUSE = 8  # A gap whose cause is in the columns, and not a bug in the logs.
-    NUMERICS = 9  # A gap that no other rule explains.
+    PROMPT = 7  # The sides differ where a response starts, or in whole responses.
+    WEIGHTS = 8  # The sides differ in what they have learned.
+    KNOWN_CAUSE = 9  # A gap whose cause is in the columns, and not a bug in the logs.
+    NUMERICS = 10  # A gap that no other rule explains.
 
 
 DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)

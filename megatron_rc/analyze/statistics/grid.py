@@ -17,7 +17,7 @@ VALUES = 20
 class Grid(NamedTuple):
     decimals: int
     share: float
-    """Of mean l^2, which the rounding makes; at most 1."""
+    """Share of mean l^2 that the rounding makes; at most 1."""
 
 
 def grid(chunk: Chunk) -> Grid | None:

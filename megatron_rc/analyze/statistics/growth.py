@@ -30,8 +30,16 @@ class Growth:
     @property
     def reach(self) -> str:
         """The horizon in words."""
-        tokens = "no limit" if math.isinf(self.horizon) else f"{self.horizon:,.0f} tokens"
-        return "1 token" if tokens == "1 tokens" else tokens
+        return self.words(self.horizon)
+
+    @staticmethod
+    def words(horizon: float) -> str:
+        """A number of tokens in words."""
+        if math.isinf(horizon):
+            return "no limit"
+        if horizon < 1:
+            return "less than 1 token"
+        return "1 token" if round(horizon) == 1 else f"{horizon:,.0f} tokens"
 
 
 class GrowthSums:

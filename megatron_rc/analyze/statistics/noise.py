@@ -2,7 +2,7 @@
 
 A log-ratio is about (1 - p) times the noise of a logit, so k3 and |l| of a place (a server, a turn, the start of a
 response) follow how sure the model is there. The relative noise of a token is |l| over the mean |l| of all tokens of
-its probability, and of its lag where versions are known: it is 1 everywhere if every logit has the same noise.
+its probability, temperature and lag where these are known: it is 1 everywhere if every logit has the same noise.
 """
 
 import math
@@ -51,8 +51,8 @@ class Noise:
         p = np.exp(np.minimum(chunk.log_pi, 0.0))
         self.unsure: Flags = 1 - p > UNSURE
         """[N] tokens that count."""
-        self.eps: Floats = chunk.log_ratio / np.maximum(1 - p, UNSURE)
-        """[N] noise of a logit that gives l."""
+        self.eps: Floats = chunk.log_ratio / np.maximum(1 - p, UNSURE) * _temperatures(chunk)
+        """[N] noise of a logit that gives l, before the division by the temperature where that is known."""
         self.cell: Integers = _compared(chunk, p)
         """[N] tokens of one cell are compared with each other."""
 
@@ -120,9 +120,20 @@ class Noise:
         return Contrast(here / max(there, 1e-12), (here - there) / error if error else 0.0)
 
 
+def _temperatures(chunk: Chunk) -> Floats:
+    """[N] sampling temperature of each token; 1 where the dump does not say."""
+    if "temperature" not in chunk.sequences:
+        return np.ones(chunk.log_pi.size)
+    known = chunk.per_token("temperature").astype(np.float64)
+    found: Floats = np.where(np.isfinite(known) & (known > 0), known, 1.0)
+    return found
+
+
 def _compared(chunk: Chunk, p: Floats) -> Integers:
     cell = np.digitize(p, EDGES)
+    temperatures = np.unique(_temperatures(chunk), return_inverse=True)[1].reshape(-1)
+    cell = cell + (EDGES.size + 1) * temperatures
     if chunk.has("version") and chunk.has("trainer_version"):
         lags = np.unique(chunk.per_token("trainer_version") - chunk.per_token("version"), return_inverse=True)[1]
-        cell = cell + (EDGES.size + 1) * lags.reshape(-1)
+        cell = cell + (int(cell.max(initial=0)) + 1) * lags.reshape(-1)
     return cell

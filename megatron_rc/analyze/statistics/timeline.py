@@ -104,7 +104,7 @@ def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Tim
         drift=None if changes.drift is None else math.exp(changes.drift),
         lead_lag=tuple(pairs),
         surge=_surge(steps),
-        tests=tuple(Test(name, _deviate(p), p) for name, p in p_values.items()),
+        tests=tuple(Test(of, -NormalDist().inv_cdf(min(max(p, 1e-300), 1 - 1e-16)), p) for of, p in p_values.items()),
     )
 
 
@@ -128,11 +128,6 @@ def logged_next_to(path: Path) -> dict[str, dict[int, float]]:
         }
         for name, key in LOGGED.items()
     }
-
-
-def _deviate(p: float) -> float:
-    """The standard normal deviate that has the upper tail ``p``."""
-    return -NormalDist().inv_cdf(min(max(p, 1e-300), 1 - 1e-16))
 
 
 def _surge(steps: Sequence[Step]) -> Surge:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 
@@ -10,7 +9,7 @@ from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Undecided
 from megatron_rc.integrations.hosts import HOSTS, host_named
 from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
-from megatron_rc.versions import find_module, megatron_core_version
+from megatron_rc.versions import find_module, installed_version, megatron_core_version
 
 GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
 LIBRARIES = ("torch", "triton", "transformer_engine", "apex", "flash_attn")
@@ -58,7 +57,7 @@ class HostFacts:
 def read_environment() -> Environment:
     return Environment(
         megatron_core_version(),
-        {module: _version(module) for module in LIBRARIES},
+        {module: (installed_version(module) or "unknown") if find_module(module) else None for module in LIBRARIES},
         apex_kernels=find_module("amp_C") is not None,
     )
 
@@ -82,12 +81,3 @@ def _unmade_helpers() -> str | None:
         return None
     folder = Path(core.origin).parent / "datasets"
     return None if (folder / "Makefile").is_file() else str(folder)
-
-
-def _version(module: str) -> str | None:
-    if find_module(module) is None:
-        return None
-    try:
-        return version(module)
-    except PackageNotFoundError:
-        return "unknown"

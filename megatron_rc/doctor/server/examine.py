@@ -6,9 +6,10 @@ from pathlib import Path
 from megatron_rc.doctor.registry import Finding, Registry
 from megatron_rc.doctor.server.answers import ANSWERS
 from megatron_rc.doctor.server.facts import Facts, read_trainer
+from megatron_rc.doctor.server.floor import Floors
 from megatron_rc.doctor.server.model import MODEL
 from megatron_rc.doctor.server.probe import read_servers
-from megatron_rc.doctor.server.probes import examine_probes
+from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.sampling import SAMPLING
 from megatron_rc.doctor.server.serving import SERVING
 from megatron_rc.doctor.server.syncs import examine_syncs
@@ -26,6 +27,7 @@ def examine_servers(
     *,
     probe: bool = False,
     syncs: int = 0,
+    floors: Floors | None = None,
 ) -> dict[str, list[Finding]]:
     """Findings about each server, by subject.
 
@@ -34,6 +36,7 @@ def examine_servers(
         config, hf_path, assignments: see ``read_trainer``.
         timeout: seconds to wait for one answer.
         syncs: updates with the trainer's weights after the probes, which must not change anything; 0: none.
+        floors: keeps the noise floor of each server that is probed.
         probe: also sample from every server, and score the tokens again by its prefill and by the trainer.
 
     Raises ValueError where no server is named, or a server or the trainer's side cannot be read.
@@ -57,7 +60,8 @@ def examine_servers(
     for served in servers:
         findings = SGLANG.run(Facts(served, trainer))
         if model is not None:
-            findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout)
+            checks = PROBES if floors is None else floors.checks(served)
+            findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout, checks)
             if syncs:
                 findings += examine_syncs(served, trainer, model, syncs, timeout)
         found[f"{SGLANG.subject} {served.url}"] = findings

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.registry import Known, Undecided
+from megatron_rc.doctor.registry import Check, Finding, Known, Undecided, good
 from megatron_rc.files import read_json
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.rollout.sglang.request import Piece, Request
 from megatron_rc.settings import combinations
@@ -145,6 +146,19 @@ class TrainerFacts:
 class Facts:
     server: ServerFacts
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
+
+
+def of_flags(compares: str, *rules: FlagRule) -> Check[Facts]:
+    """The check of the mistakes that the server's flags show, tried in order; the first of one name has its sentence
+    where there is none."""
+
+    def look(facts: Facts) -> Finding:
+        for rule in rules:
+            if mistake := rule.mistake(facts.server.flags):
+                return Finding("", rule.severity, mistake, rule.fix)
+        return good(rules[0].good)
+
+    return Check(rules[0].name, compares, look)
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:

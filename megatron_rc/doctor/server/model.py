@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.doctor.server.facts import Facts, of_flags
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.buckets import server_dtype
 from megatron_rc.settings.model import DTYPES
 
@@ -112,16 +113,11 @@ def quantization(facts: Facts) -> Finding:
     return good("weights are served as they are sent")
 
 
-@MODEL.check
-def kv_cache_dtype(facts: Facts) -> Finding:
-    """Precision of the key-value cache against that of the model."""
-    cached = facts.server.flags["kv_cache_dtype"]
-    if cached in ("auto", facts.server.flags["dtype"]):
-        return good("keys and values are kept in the precision of the model")
-    return warning(
-        f"the server keeps keys and values as {cached}, which shifts every log-prob; the trainer keeps none",
-        "Start the server with --kv-cache-dtype auto.",
-    )
+MODEL.add(of_flags("Precision of the key-value cache against that of the model", FlagRule(
+    "kv-cache-dtype", lambda flags: flags["kv_cache_dtype"] not in ("auto", flags["dtype"]),
+    "the server keeps keys and values as {args[kv_cache_dtype]}, which shifts every log-prob; the trainer keeps none",
+    "Start the server with --kv-cache-dtype auto.", severity="warning",
+    good="keys and values are kept in the precision of the model")))  # fmt: skip
 
 
 @MODEL.check
@@ -139,24 +135,13 @@ def matmul_precision(facts: Facts) -> Finding:
     return good("products are computed in the precision of the model")
 
 
-@MODEL.check
-def adapters(facts: Facts) -> Finding:
-    """Adapters on the server against a trainer that has none."""
-    flags = facts.server.flags
-    if flags["enable_lora"] or flags["lora_paths"]:
-        return warning(
-            "the server is set up for LoRA adapters, which the bridge neither asks for nor updates",
-            "Start the server without --enable-lora and --lora-paths.",
-        )
-    return good("no adapters")
+MODEL.add(of_flags("Adapters on the server against a trainer that has none", FlagRule(
+    "adapters", lambda flags: flags["enable_lora"] or flags["lora_paths"],
+    "the server is set up for LoRA adapters, which the bridge neither asks for nor updates",
+    "Start the server without --enable-lora and --lora-paths.", severity="warning", good="no adapters")))  # fmt: skip
 
-
-@MODEL.check
-def loaded_weights(facts: Facts) -> Finding:
-    """Where the served weights come from."""
-    if facts.server.flags["load_format"] == "dummy":
-        return note(
-            "the server started with random weights; a job sends its own before it samples",
-            "Start the server without --load-format dummy, or trust the first weight update.",
-        )
-    return good("weights of a checkpoint; a job sends its own before it samples")
+MODEL.add(of_flags("Where the served weights come from", FlagRule(
+    "loaded-weights", lambda flags: flags["load_format"] == "dummy",
+    "the server started with random weights; a job sends its own before it samples",
+    "Start the server without --load-format dummy, or trust the first weight update.", severity="note",
+    good="weights of a checkpoint; a job sends its own before it samples")))  # fmt: skip

@@ -8,7 +8,8 @@ from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, goo
 from megatron_rc.doctor.server.facts import ServerFacts
 from megatron_rc.doctor.server.scores import Rescore, Scores, exact_share, k3, measure
 
-PROBES: Registry[Scores] = Registry("probes")
+Probes = Registry[Scores]
+PROBES = Probes("probes")
 
 FINE_K3 = 1e-3
 """nats per token. NeMo-RL's documentation calls a gap below this healthy, and dense models in bf16 stay below it."""
@@ -38,7 +39,7 @@ TRAINER = (
 
 
 def examine_probes(
-    served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float
+    served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float, which: Probes = PROBES
 ) -> list[Finding]:
     """Findings of all probes of one server; ``rescore`` is the trainer, ``temperature`` that of the job."""
     asked = SWEPT_TEMPERATURE if temperature == 1 else temperature
@@ -48,7 +49,7 @@ def examine_probes(
     except Undecided as missing:
         compares = "Log-probs of the server's decoding, its prefill and the trainer"
         return [Finding("probes", "note", str(missing), missing.fix, compares, decided=False)]
-    return PROBES.run(scores)
+    return which.run(scores)
 
 
 @PROBES.check

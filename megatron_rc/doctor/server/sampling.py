@@ -1,8 +1,9 @@
 """Checks of the distribution that a server samples from, and of the one that its log-probs describe."""
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.doctor.server.facts import Facts, eos_ids
+from megatron_rc.doctor.server.facts import Facts, eos_ids, of_flags
 from megatron_rc.engine import SamplingParams
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.request import Request, missing_kept_ids
 
 SAMPLING: Registry[Facts] = Registry("sampling")
@@ -78,26 +79,19 @@ def generation_config(facts: Facts) -> Finding:
     return good("it sets nothing that would change sampling")
 
 
-@SAMPLING.check
-def penalties_and_bias(facts: Facts) -> Finding:
-    """What changes the logits of every request."""
-    flags = facts.server.flags
-    if flags.get("watermark_default_enabled") or flags.get("watermark_enforce_all"):
-        return error(
-            "the server watermarks its output: it samples from another distribution than its log-probs are of",
-            "Start the server without --enable-watermark.",
-        )
-    if flags.get("dllm_algorithm"):
-        return error(
-            f"the server decodes by diffusion ({flags['dllm_algorithm']}), not token by token",
-            "Start the server without a diffusion algorithm (--dllm-algorithm).",
-        )
-    if flags["enable_custom_logit_processor"]:
-        return note(
-            "requests may bring a logit processor; those of the bridge bring none",
-            "Start the server without --enable-custom-logit-processor unless another client needs it.",
-        )
-    return good("penalties, bias and logit processors come with a request only, and the bridge sends none")
+SAMPLING.add(of_flags("What changes the logits of every request",
+    FlagRule("penalties-and-bias",
+        lambda flags: flags.get("watermark_default_enabled") or flags.get("watermark_enforce_all"),
+        "the server watermarks its output: it samples from another distribution than its log-probs are of",
+        "Start the server without --enable-watermark.",
+        good="penalties, bias and logit processors come with a request only, and the bridge sends none"),
+    FlagRule("penalties-and-bias", lambda flags: flags.get("dllm_algorithm"),
+        "the server decodes by diffusion ({args[dllm_algorithm]}), not token by token",
+        "Start the server without a diffusion algorithm (--dllm-algorithm)."),
+    FlagRule("penalties-and-bias", lambda flags: flags["enable_custom_logit_processor"],
+        "requests may bring a logit processor; those of the bridge bring none",
+        "Start the server without --enable-custom-logit-processor unless another client needs it.", severity="note"),
+))  # fmt: skip
 
 
 @SAMPLING.check
@@ -146,24 +140,15 @@ def speculative_decoding(facts: Facts) -> Finding:
     )
 
 
-@SAMPLING.check
-def on_policy_target(facts: Facts) -> Finding:
-    """--rl-on-policy-target against fp32 log-probs."""
-    target = facts.server.flags["rl_on_policy_target"]
-    if target is None:
-        return good("logits are divided by the temperature in fp32, as in the trainer")
-    return warning(
-        f"for {target} the server rounds logits/temperature to bf16 before the softmax; the trainer does not",
-        "Start the server without --rl-on-policy-target.",
-    )
+SAMPLING.add(of_flags("--rl-on-policy-target against fp32 log-probs", FlagRule(
+    "on-policy-target", lambda flags: flags["rl_on_policy_target"] is not None,
+    "for {args[rl_on_policy_target]} the server rounds logits/temperature to bf16 before the softmax; the trainer does "
+    "not",
+    "Start the server without --rl-on-policy-target.", severity="warning",
+    good="logits are divided by the temperature in fp32, as in the trainer")))  # fmt: skip
 
-
-@SAMPLING.check
-def determinism(facts: Facts) -> Finding:
-    """--enable-deterministic-inference against what makes a run repeatable."""
-    if facts.server.flags["enable_deterministic_inference"]:
-        return good("log-probs do not depend on the batch, and sampling seeds are obeyed")
-    return note(
-        "sampling seeds are ignored and log-probs depend in their last bits on what shares the batch",
-        "Add --enable-deterministic-inference where the attention backend supports it; it costs speed.",
-    )
+SAMPLING.add(of_flags("--enable-deterministic-inference against what makes a run repeatable", FlagRule(
+    "determinism", lambda flags: not flags["enable_deterministic_inference"],
+    "sampling seeds are ignored and log-probs depend in their last bits on what shares the batch",
+    "Add --enable-deterministic-inference where the attention backend supports it; it costs speed.", severity="note",
+    good="log-probs do not depend on the batch, and sampling seeds are obeyed")))  # fmt: skip

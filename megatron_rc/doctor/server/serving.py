@@ -4,7 +4,8 @@ import ipaddress
 from dataclasses import replace
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.doctor.server.facts import GIVE_TRAINER, Facts
+from megatron_rc.doctor.server.facts import GIVE_TRAINER, Facts, of_flags
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.engine import BELOW_CONTEXT
 from megatron_rc.rollout.sglang.weights import weight_sync
 from megatron_rc.versions import SGLANG, SGLANG_WEIGHT_VERSION, release_of
@@ -74,16 +75,11 @@ def weight_version(facts: Facts) -> Finding:
     return warning("the weights have a name that no trainer of this package gave", fix)
 
 
-@SERVING.check
-def disaggregation(facts: Facts) -> Finding:
-    """Prefill and decode on one server."""
-    mode = facts.server.flags["disaggregation_mode"]
-    if mode in (None, "null"):
-        return good("one server does both")
-    return warning(
-        f"disaggregation mode {mode}: kept ids need more settings there, and the bridge is not tested with it",
-        "Start the server without --disaggregation-mode.",
-    )
+SERVING.add(of_flags("Prefill and decode on one server", FlagRule(
+    "disaggregation", lambda flags: flags["disaggregation_mode"] not in (None, "null"),
+    "disaggregation mode {args[disaggregation_mode]}: kept ids need more settings there, and the bridge is not tested "
+    "with it",
+    "Start the server without --disaggregation-mode.", severity="warning", good="one server does both")))  # fmt: skip
 
 
 @SERVING.check
@@ -245,10 +241,7 @@ def exposure(facts: Facts) -> Finding:
     )
 
 
-@SERVING.check
-def request_logging(facts: Facts) -> Finding:
-    """Whether prompts are written to the server's log."""
-    if facts.server.flags["log_requests"]:
-        problem = "the server logs requests, prompts and responses included"
-        return note(problem, "Start the server without --log-requests.")
-    return good("requests are not logged")
+SERVING.add(of_flags("Whether prompts are written to the server's log", FlagRule(
+    "request-logging", lambda flags: flags["log_requests"],
+    "the server logs requests, prompts and responses included",
+    "Start the server without --log-requests.", severity="note", good="requests are not logged")))  # fmt: skip

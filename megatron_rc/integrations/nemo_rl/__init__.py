@@ -25,12 +25,6 @@ POLICY = "nemo_rl.models.policy.lm_policy"
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _SETUP = "master_config, tokenizer, dataset, val_dataset, processor=None"
 
-
-def _called(module: str, name: str, parameters: str, summary: str) -> Symbol:
-    """A function of the host that we call or extend, and never replace."""
-    return Symbol(module, name, parameters, None, summary)
-
-
 SYMBOLS = (
     Symbol(GRPO, "setup", f"{_SETUP}, policy_factory=None", replaced_by(f"{OURS}.driver", "setup"),
         "refuses what cannot be honoured, and builds the policy whose `train` corrects every rollout"),
@@ -40,20 +34,20 @@ SYMBOLS = (
         "master_config, tokenizer, *, processor=None, partition_id='rollout_data'",
         replaced_by(f"{OURS}.refusals", "refuse_trainer"),
         "refuses run_grpo_single_controller.py, whose rollouts are never whole on one process"),
-    _called(POLICY, "Policy.__init__",
+    Symbol(POLICY, "Policy.__init__",
         "self, cluster, config, tokenizer, name_prefix='lm_policy', workers_per_node=None, init_optimizer=True, "
         "weights_path=None, optimizer_path=None, init_reference_model=True, processor=None, "
         "worker_extension_cls_fqn=None, skip_weight_load=False",
-        "the policy that ours extends"),
-    _called(POLICY, "Policy.train",
+        None, "the policy that ours extends"),
+    Symbol(POLICY, "Policy.train",
         "self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None, check_dim_skip_keys=None",
-        "called with weighted advantages"),
-    _called(POLICY, "Policy.run_all_workers_single_data", "self, method_name, *args, **kwargs",
-        "tells the workers what the rule of the learning rate reads"),
-    _called(WORKER, "MegatronPolicyWorkerImpl.__init__",
+        None, "called with weighted advantages"),
+    Symbol(POLICY, "Policy.run_all_workers_single_data", "self, method_name, *args, **kwargs",
+        None, "tells the workers what the rule of the learning rate reads"),
+    Symbol(WORKER, "MegatronPolicyWorkerImpl.__init__",
         "self, config, tokenizer, weights_path=None, optimizer_path=None, init_optimizer=True, "
         "init_reference_model=True, *, worker_sharding_annotations, skip_weight_load=False, **kwargs",
-        "the worker that ours extends with the rule of the learning rate"),
+        None, "the worker that ours extends with the rule of the learning rate"),
 )  # fmt: skip
 
 HOST = Host(

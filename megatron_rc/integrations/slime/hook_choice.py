@@ -38,7 +38,7 @@ def _pooled(correction: RolloutCorrection) -> str:
         return "normalize must be 'none'"
     if correction.max_k3 is not None:
         return "max_k3 must be unset"
-    if any(rejection.statistic == STANDARDIZED for rejection in correction.reject):
+    if correction.judges(STANDARDIZED):
         return "reject must not use 'standardized'"
     return ""
 

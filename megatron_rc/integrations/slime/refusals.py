@@ -6,7 +6,6 @@ from typing import Any
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.refusals import refused
-from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, SlimeSettings, flag, in_advantages, names, read
 from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
@@ -111,6 +110,35 @@ def _double_ratio(name: str) -> FlagRule:
     )  # fmt: skip
 
 
+_ROUTES = (
+    FlagRule("routes-off", lambda args: not args.settings.routes,
+        "megatron_rc.routes must be true for before_log_prob", "Set megatron_rc.routes: true."),
+    FlagRule("routes-not-replayed", lambda args: not args.use_rollout_routing_replay,
+        "megatron_rc.routes needs --use-rollout-routing-replay: without it the host has no routes of the sampler",
+        "Add --use-rollout-routing-replay, or drop megatron_rc.routes."),
+    FlagRule("routes-old", lambda args: args.correction.old != "recompute",
+        "megatron_rc.correction.old must be 'recompute' with megatron_rc.routes, which watches the pass over the old "
+        "log-probs, got {args.correction.old!r}",
+        "Set old to 'recompute', or drop megatron_rc.routes."),
+    FlagRule("routes-layout", lambda args: (args.allgather_cp and args.context_parallel_size > 1)
+        or args.qkv_format == "bshd" or args.moe_expert_capacity_factor is not None,
+        "megatron_rc.routes needs packed zigzag slices in which every token keeps its experts",
+        "Drop --allgather-cp, --qkv-format bshd and --moe-expert-capacity-factor, or megatron_rc.routes."),
+    FlagRule("routes-micro-batches", lambda args: not names(args, "rollout_data")
+        and (args.recompute_loss_function or args.skip_actor_forward_only),
+        "megatron_rc.routes needs the update to see the micro-batches of the pass over the old log-probs once, in "
+        "their order",
+        "Drop --recompute-loss-function and --skip-actor-forward-only, or megatron_rc.routes."),
+    FlagRule("routes-unread", lambda args: not names(args, "rollout_data")
+        and not (names(args, "before_train_step") and (names(args, "tis") or names(args, "loss"))),
+        "megatron_rc.routes needs a hook that compares them",
+        f"Set {flag('rollout_data')} (slime), or {flag('before_train_step')} with the hook tis or loss."),
+)  # fmt: skip
+_ROUTES_UNWATCHED = FlagRule(
+    "routes-unwatched", lambda args: args.settings.routes and not names(args, "before_log_prob"),
+    "megatron_rc.routes needs the hook that watches the routers", f"Set {flag('before_log_prob')}.",
+)  # fmt: skip
+
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
@@ -199,9 +227,9 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
         FlagRule("lr-rule-replicas", lambda args: args.indep_dp and args.settings.lr_rule is not None,
             "megatron_rc.lr_rule must be unset with --indep-dp: its replicas share no process group",
             "Drop --indep-dp, or unset it.")),
-    "before_log_prob": ROUTE_RULES,
+    "before_log_prob": _ROUTES,
     "check": (
-        ROUTES_UNWATCHED,
+        _ROUTES_UNWATCHED,
         FlagRule("correction-unapplied", _is_unapplied, "megatron_rc.correction needs a hook that applies it",
             f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}."),
         FlagRule("hook-skipped-forward",

@@ -130,15 +130,13 @@ def prepare(
         ValueError: verl cannot honour the settings.
     """
     if settings is None:
-        settings = _settings(correction, lr_rule, head)
+        if head not in (LOGITS, LINEAR):
+            problem = "head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32"
+            raise ValueError(f"{problem}, got {head}")
+        rule = settings_of(lr_rule, "to other processes")
+        settings = VerlSettings(correction=correction, head=head.head, lr_rule=rule)
     refuse_settings(settings)
     return VerlPatch(settings, lr_rule)
-
-
-def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> VerlSettings:
-    if head not in (LOGITS, LINEAR):
-        raise ValueError(f"head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32, got {head}")
-    return VerlSettings(correction=correction, head=head.head, lr_rule=settings_of(lr_rule, "to other processes"))
 
 
 def refuse_settings(settings: VerlSettings) -> None:

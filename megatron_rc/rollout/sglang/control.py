@@ -46,16 +46,8 @@ def set_version(server: Server, version: str, timeout_s: float) -> None:
 
 
 def read_version(server: Server, timeout_s: float) -> str:
-    """The server's name of its weights; old servers answer under another path."""
-    try:
-        answer = _fields(server.get("/model_info", timeout_s))
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        answer = {}
-    if "weight_version" not in answer:
-        answer = _fields(server.get("/get_weight_version", timeout_s))
-    return str(answer.get("weight_version"))
+    """The server's name of its weights."""
+    return str(_fields(server.get("/model_info", timeout_s)).get("weight_version"))
 
 
 def checksums(server: Server, timeout_s: float) -> list[dict[str, str]] | None:

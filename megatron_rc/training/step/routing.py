@@ -38,10 +38,6 @@ def moe_shape(hf: dict[str, Any]) -> MoeShape:
     )
 
 
-def _judges_routes(correction: RolloutCorrection) -> bool:
-    return any(gate.statistic == "route_shift" for gate in correction.reject)
-
-
 class Routing:
     """The routers of this process, and the places of those of the other processes; kept from step to step."""
 
@@ -52,7 +48,7 @@ class Routing:
             ValueError: the model has no experts, or routers that cannot be recorded.
         """
         self.settings, self.groups, self.backend = settings, policy.groups, policy.train.backend
-        self.needs_routes = settings.replay == "R3" or _judges_routes(correction)
+        self.needs_routes = settings.replay == "R3" or correction.judges("route_shift")
         self.shape = moe_shape(policy.hf_config)
         self.chunks = [routers_of(module) for module in policy.modules]
         mine, groups = [layer for routers in self.chunks for layer in routers], self.groups
@@ -100,7 +96,10 @@ class Routing:
             mine = None if here is None else getattr(here, name)
             if mine is not None and self.tensor_size > 1:
                 mine = self._all_rows(mine, sizes)
-            parts[name] = self._all_layers(mine, name, sum(sizes))
+            tail = () if name == "margins" else (self.shape.top_k,)
+            dtype = self.shape.dtype if name == "ids" else torch.float32
+            rows = torch.empty(sum(sizes), 0, *tail, dtype=dtype, device=emulation.device())
+            parts[name] = join_layers(mine, self.stages, rows, self.groups.pipeline)
         return RouteTable(self.shape, **parts)
 
     def _all_rows(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -112,12 +111,6 @@ class Routing:
         micro_batches = zip(sizes, *(part.split(shares) for part in everyone), strict=True)
         rows = {size: [self.rows(size, rank) for rank in range(self.tensor_size)] for size in sizes}
         return torch.cat([join_rows(parts, rows[size], size) for size, *parts in micro_batches])
-
-    def _all_layers(self, mine: Tensor | None, name: str, tokens: int) -> Tensor:
-        tail = () if name == "margins" else (self.shape.top_k,)
-        dtype = self.shape.dtype if name == "ids" else torch.float32
-        rows = torch.empty(tokens, 0, *tail, dtype=dtype, device=emulation.device())
-        return join_layers(mine, self.stages, rows, self.groups.pipeline)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,18 @@ import pytest
 from doctor_facts import server as recorded
 from faulty_answers import VOCABULARY, logprob_of
 from faulty_sglang import PROBE, FaultySglang
+from refusals import run
 from sglang_server import SglangServer, save_checkpoint, shared_server
 from typer.testing import CliRunner
 
+from megatron_rc.analyze.known import LEAST_FLOOR, read_floor
 from megatron_rc.cli import app
-from megatron_rc.doctor.registry import Finding
+from megatron_rc.doctor.registry import Finding, Undecided
+from megatron_rc.doctor.server import examine
 from megatron_rc.doctor.server import scores as scoring
 from megatron_rc.doctor.server.examine import examine_servers
 from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.doctor.server.floor import Floors, noise_floor
 from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.scores import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Logprobs, Scores, seeded_prompts
@@ -117,6 +122,54 @@ def test_a_side_whose_log_probs_depend_on_the_batch_is_named_alone(
     assert both == dict.fromkeys(both, "good") | {check: status}
 
 
+def noisy(**noise: float) -> Scores:
+    """Scores with normal noise of these sizes on every logit of a field."""
+    at, random = scores().decode, np.random.default_rng(7)
+    return scores(**{name: at + random.normal(0, size, at.size) * (1 - np.exp(at)) for name, size in noise.items()})
+
+
+@pytest.mark.parametrize("noises", [(0.08, 0.02, 0.05), (0.02, 0.08, 0), (0, 0, 0)])
+def test_the_floor_joins_the_larger_self_shift_of_the_server_and_that_of_the_trainer(noises: Sequence[float]) -> None:
+    found = noise_floor(noisy(**dict(zip(("decode", "together", "trainer_together"), noises, strict=True))))
+    parts = [found[name] for name in ("server_decode", "server_batch", "trainer_batch")]
+    assert parts == [pytest.approx(noise, rel=0.1) for noise in noises]
+    assert found["noise"] == pytest.approx((max(parts[:2]) ** 2 + parts[2] ** 2) ** 0.5)
+
+
+def test_a_fault_and_certain_tokens_are_no_floor() -> None:
+    certain = scores(**dict.fromkeys(("decode", "alone", "together"), np.full(1024, -1e-3)))
+    for measured, name in ((noisy(together=0.5), "server_batch is k3 8"), (certain, "server_decode is k3 0")):
+        with pytest.raises(Undecided, match=name):
+            noise_floor(measured)
+
+
+def test_the_file_has_the_largest_floor_and_that_of_each_server_and_no_token(tmp_path: Path) -> None:
+    floors, file = Floors(), tmp_path / "floor.json"
+    for port, noise in ((1, 0.02), (2, 0.06), (3, 0.0)):
+        floors.checks(replace(recorded("good_moe"), url=f"http://a:{port}")).run(noisy(decode=noise))
+    floors.write(file)
+    written = json.loads(file.read_text())
+    assert read_floor(file) == written["noise"] == written["gap"] == noise_floor(noisy(decode=0.06))["noise"]
+    told = [(one["server"], one["tokens"], one["model"]) for one in (written, *written["servers"])]
+    assert told == [(f"http://a:{port}", 1024, "good_moe") for port in (2, 2, 1, 3)]
+    assert file.read_text().count("[") == 1, "no list but that of the servers, and so no tokens"
+
+
+def test_a_command_writes_the_floor_and_none_where_a_server_has_a_fault(
+    fake: FaultySglang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.info["model_path"] = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(recorded("good_moe").model_config))
+    monkeypatch.setattr(examine, "TrainerModel", lambda *_: SimpleNamespace(rescore=right, vocab_size=VOCABULARY))
+    command, file = ("doctor", "--sglang", fake.url, "--hf-path", tmp_path, "--floor"), tmp_path / "floor.json"
+    assert f"analyze DUMP --floor {file}" in run(*command, file, "--probe").stdout and read_floor(file) == 0
+    for options in ((file,), (tmp_path / "no/file", "--probe"), (tmp_path, "--probe")):
+        assert run(*command, *options).is_refusal("--floor: needs --probe, and a file in a folder that exists")
+    fake.fail(PROBE, "other_probe")
+    ended = run(*command, other := tmp_path / "other.json", "--probe", "--json")
+    assert ended.status == 2 and "has no floor" in ended.stderr and json.loads(ended.stdout) and not other.exists()
+
+
 def test_a_trainer_that_computes_nan_is_the_guilty_side() -> None:
     found = PROBES["triangle"].run(scores(trainer=np.full(1024, np.nan)))
     assert found.status == "error" and "1024 of 1024" in found.found
@@ -212,11 +265,12 @@ def perturbed(model: str, folder: Path) -> Path:
 def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_on_the_trainer(
     dense_server: SglangServer, tmp_path: Path
 ) -> None:
-    command = ["doctor", "--sglang", dense_server.url, "--probe", "--json", "--hf-path"]
+    command = ["doctor", "--sglang", dense_server.url, "--probe", "--json", "--floor", f"{tmp_path}/a", "--hf-path"]
     said = CliRunner().invoke(app, [*command, dense_server.model])
     (findings,) = json.loads(said.stdout).values()
     found = {f["check"]: f for f in findings if f["check"] in {check.name for check in PROBES}}
     assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 4, found
+    assert 0 <= read_floor(tmp_path / "a") < LEAST_FLOOR, "both sides compute in fp32"
     said = CliRunner().invoke(app, [*command, str(perturbed(dense_server.model, tmp_path))])
     assert said.exit_code == ExitStatus.WRONG
     (findings,) = json.loads(said.stdout).values()
