@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 MAX_INSTRUCTIONS = 5_000_000
 """Limit on instructions: a run of numbers counts as one, a tensor as TENSOR_COUNTS. Reading this many takes seconds."""
 
-TENSOR_COUNTS = 6
+TENSOR_COUNTS = 9
 """Instructions that a tensor counts as: about its share of time and memory when it is read in one step."""
 
 MAX_DIMENSIONS = 64
