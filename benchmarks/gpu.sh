@@ -16,9 +16,10 @@ which is replaced after every case: a run that is cut short has lost nothing, an
   --out FOLDER   where the JSON goes (runs/gpu; for --smoke a temporary folder, which is deleted)
   --smoke        no GPU: toy sizes in Triton's interpreter, everything checked and nothing timed
   --help         this text
-Stage 1 needs pytest and hypothesis, and with pytest-xdist it takes a quarter of the time. Fetch their wheels where there is a network, for the Python of the GPU's machine:
-    pip download -d wheels --only-binary :all: --python-version 3.12 pytest hypothesis pytest-timeout
-    python3 -m pip install --no-index --find-links wheels pytest hypothesis pytest-timeout
+Stage 1 needs pytest and hypothesis. With pytest-xdist, five processes share the work, most of which is compiling.
+Fetch their wheels where there is a network, for the Python of the GPU's machine:
+    pip download -d wheels --only-binary :all: --python-version 3.12 pytest hypothesis pytest-timeout pytest-xdist
+    python3 -m pip install --no-index --find-links wheels pytest hypothesis pytest-timeout pytest-xdist
 With --python-version, name --platform manylinux2014_x86_64 too where the other machine is not like this one.
 Stage 3 needs what training needs (megatron-core, transformers). What is missing is written down; stages 2 and 3 go on.
 Exit status 1: a test failed or could not run, a kernel is wrong, or a case failed; peers and quickstart cost no status.
@@ -70,7 +71,6 @@ else
     name="$("$python" -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-").lower())')" ||
         die "$python sees no CUDA device; --smoke runs without one"
     toy=() tests=(tests/kernels)
-    # most of the time goes into compiling
     "$python" -c "import xdist" 2>/dev/null && tests+=(-n 5)
     out="${out:-$root/runs/gpu}"
 fi

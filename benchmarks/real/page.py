@@ -68,7 +68,8 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     out = [line([*names, "mean ratio"]), line(["---"] * 8)]
     for name, row in found.items():
         now, (low, high) = figures(row["prompts"]), interval(row["prompts"], "k3")
-        ess = ", ".join(f"{row['sequence weights'][n]['ess']:.2f}" for n in lengths if n in row["sequence weights"])
+        weights = row["sequence weights"]
+        ess = ", ".join(f"{weights[n]['ess']:.2f}" if n in weights else "-" for n in lengths)
         length = horizon(now["k3"])
         cells = [
             f"`{name}`",
@@ -101,7 +102,8 @@ def parts(found: dict[str, dict[str, Any]]) -> list[str]:
     out = [line(["sigma", *spans, *kinds]), line(["---"] * (1 + len(spans) + len(kinds)))]
     for name, row in found.items():
         of_kinds = [[one for one in row["prompts"] if one["kind"] == kind] for kind in kinds]
-        cells = [figures([one]) for one in row["positions"]] + [figures(one) for one in of_kinds]
+        shorter = [{}] * (len(spans) - len(row["positions"]))
+        cells = [figures([one]) for one in row["positions"]] + shorter + [figures(one) for one in of_kinds]
         out.append(
             f"| `{name}` | " + " | ".join(number(one["sigma"]) if "sigma" in one else "" for one in cells) + " |"
         )

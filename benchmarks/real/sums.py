@@ -1,7 +1,7 @@
-"""What the dumps of gap.yaml and gap_cuda.yaml say about their gap, as sums per prompt for docs/real.md.
+"""What the dumps of gap.yaml say about their gap, as sums per prompt for docs/real.md.
 
     python benchmarks/real/sums.py runs/real/gap          # writes benchmarks/real/results/gap.json
-    python benchmarks/real/sums.py runs/real/gap-cuda     # and gap_cuda.json
+    python benchmarks/real/sums.py runs/real/gap-cuda     # and of a GPU, gap_cuda.json
 
 l = log pi - log mu of a loss token that mu drew, p = pi of it, and eps = logit pi - logit mu:
 

@@ -58,6 +58,15 @@ def test_a_committed_row_is_whole_and_agrees_with_itself(name: tuple[str, str]) 
         assert weights["ess"] == pytest.approx(w.sum() ** 2 / len(w) / (w**2).sum(), rel=1e-3)
 
 
+def test_what_the_page_says_of_a_gpu_follows_from_the_sums() -> None:
+    cpu, cuda = page.rows(), page.rows("gap_cuda.json")
+    for name, row in cuda.items():
+        sigmas = [figures([place])["sigma"] for place in row["positions"]]
+        assert min(sigmas) == sigmas[-1]
+        if name != "fp32":
+            assert 0.75 < figures(row["prompts"])["k3"] / figures(cpu[name]["prompts"])["k3"] < 1.25
+
+
 def test_the_page_is_that_of_the_committed_sums() -> None:
     assert page.page(page.rows()) == (Path(page.DOCS) / "real.md").read_text()
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_rc.correction.weight import Unit, check_ordered_bounds, check_positive_bounds
+from megatron_rc.correction.weight import Unit, check_bounds
 from megatron_rc.schema.limits import check_one_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
@@ -63,11 +63,9 @@ class Rejection:
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
         known = STATISTICS.get(self.statistic)
-        if known and known.is_ratio:
-            check_positive_bounds(self.lower, self.upper)
         if self.statistic == STANDARDIZED:
             self._check_standardized()
-        check_ordered_bounds(self.lower, self.upper)
+        check_bounds(self.lower, self.upper, of_ratio=known is not None and known.is_ratio)
         if known and known.never_negative and self.upper is not None and not self.upper >= 0:
             raise ValueError(f"upper must be >= 0 for {self.statistic!r}, got upper={self.upper!r}")
 

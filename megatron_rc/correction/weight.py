@@ -118,8 +118,7 @@ class Weight:
         if isinstance(self.upper, str):
             self._check_measured()
         else:
-            check_positive_bounds(self.lower, self.upper)
-            check_ordered_bounds(self.lower, self.upper)
+            check_bounds(self.lower, self.upper)
         mode = MODES[self.mode]
         if mode.lower is None and self.lower is not None:
             raise ValueError(
@@ -199,22 +198,15 @@ class Weight:
         if lags[0] < 0 or any(b <= a for a, b in pairwise(lags)):
             raise ValueError(f"upper_by_lag must have lags >= 0 that ascend, got {lags}")
         for _, upper in self.upper_by_lag:
-            check_positive_bounds(None, upper)
-            check_ordered_bounds(self.lower, upper)
+            check_bounds(self.lower, upper)
 
 
-def check_positive_bounds(lower: float | None, upper: float | None) -> None:
-    """Refuse bounds that no ratio could respect."""
+def check_bounds(lower: float | None, upper: float | None, *, of_ratio: bool = True) -> None:
+    """Refuse bounds that leave no room between them, or that no ratio could respect."""
     for field, bound in (("lower", lower), ("upper", upper)):
         _check_number(field, bound)
-        if bound is not None and not bound > 0:
+        if of_ratio and bound is not None and not bound > 0:
             raise ValueError(f"{field} must be > 0 for a ratio, got {field}={bound!r}")
-
-
-def check_ordered_bounds(lower: float | None, upper: float | None) -> None:
-    """Refuse bounds that leave no room between them."""
-    for field, bound in (("lower", lower), ("upper", upper)):
-        _check_number(field, bound)
     if any(bound is not None and math.isnan(bound) for bound in (lower, upper)):
         raise ValueError(f"lower and upper must not be NaN, got lower={lower!r} upper={upper!r}")
     if lower == math.inf:

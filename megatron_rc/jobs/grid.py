@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,9 +191,9 @@ def run(grid: GridSettings, todo: Sequence[Cell], budget: Budget | None = None) 
         for cell in left:
             if not budget.allows_another():
                 return failed
-            with _claimed(cell.folder) as claimed:
+            with locked(cell.folder / ".lock") as other_process:
                 waits = _origin(grid, cell) in {other.folder for other in left}
-                if not claimed or cell.finished() or waits:
+                if other_process or cell.finished() or waits:
                     continue
                 idle, started = False, time.monotonic()
                 try:
@@ -267,7 +267,7 @@ def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = Fal
 def _warmed(grid: GridSettings, seed: int) -> Path:
     """The checkpoint after the warm-up, which all cells of a seed start from."""
     folder = _warm_folders(grid)[seed]
-    with _claimed(folder, wait=True):
+    with locked(folder / ".lock", wait=True):
         if not (folder / "hf/config.json").is_file():
             changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": DEFAULT_ENGINE}
             data = _changed(_fields(grid, {}), changes)
@@ -335,10 +335,3 @@ def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             inner = inner.setdefault(name, {})
         inner[last] = value
     return data
-
-
-@contextmanager
-def _claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Yield whether this process may work in ``folder``; the claim ends with the block or the process."""
-    with locked(folder / ".lock", wait=wait) as holder:
-        yield not holder

@@ -1,6 +1,5 @@
 """A dump as a stream of chunks, whatever wrote it."""
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,8 +78,7 @@ class Dump:
         empty = True
         for group in self.groups:
             try:
-                chunks = self.read(group, self.corrupt)
-                while chunk := _without_collector(chunks):
+                for chunk in self.read(group, self.corrupt):
                     empty = False
                     yield chunk
             except UnreadableFile as error:
@@ -89,14 +87,3 @@ class Dump:
         if empty:
             reason = self.corrupt.first[0] if self.corrupt.first else f"{self.groups[0][0]} has no rows"
             raise ValueError(f"the dump has no row that can be read: {reason}")
-
-
-def _without_collector(chunks: Iterator[Chunk]) -> Chunk | None:
-    """The next chunk, read without a search for garbage: a rollout is millions of objects, and none of them is."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return next(chunks, None)
-    finally:
-        if enabled:
-            gc.enable()

@@ -85,6 +85,7 @@ class Tensor(Sealed):
         if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMENSIONS:
             raise pickle.UnpicklingError("a tensor has a shape that is no shape")
         count, last = 1, self.offset
+        # the offset is checked beside a size of 1, which moves nothing
         for size, stride in zip((1, *self.shape), (self.offset, *self.strides), strict=True):
             if type(size) is not int or type(stride) is not int or size < 0 or stride < 0:
                 raise pickle.UnpicklingError("a tensor has a shape that is no shape")
