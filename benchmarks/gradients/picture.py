@@ -65,21 +65,17 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         labels = [f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nstep {step}, {lag} old" for k3, step, lag, ratio in places]
         axes.set_xticks(range(len(places)), labels)
         axes.set_ylim(panel.low, panel.high)
-        style(axes, panel.title)
+        axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
+        axes.grid(axis="y", color=LIGHT["grid"], lw=0.8)
+        axes.tick_params(labelsize=9, colors=SOFT)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
     title = "Estimates of the policy gradient from old rollouts, at checkpoints of one run that corrects nothing"
     figure.suptitle(title, fontsize=12, color=TEXT)
     figure.savefig(path, dpi=110)
     return path
-
-
-def style(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
-    axes.grid(axis="y", color=LIGHT["grid"], lw=0.8)
-    axes.tick_params(labelsize=9, colors=SOFT)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _point(axes: Any, place: float, value: float, error: float, style: Style) -> None:

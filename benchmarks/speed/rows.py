@@ -156,6 +156,6 @@ def update(shape: Shape, meter: Meter) -> dict[str, Call]:
 
     problem = Problem.of(meter, shape, [torch.ones((), device=meter.device)], plain)
     slices = row_slices(*problem.source.shape)
-    batch.old_from(-torch.cat([batch.nll(problem.source[rows], rows) for rows in slices]))
+    batch.old_from(torch.cat([eager(problem.source[rows], batch.targets[rows], False)[0] for rows in slices]))
     paths: dict[str, Path] = {name: partial(path, backend) for name, backend in BACKENDS.items()}
     return {name: problem.call(way) for name, way in (paths | {EAGER: plain}).items()}

@@ -105,9 +105,6 @@ class Batch:
         surrogate = surrogate * (self.corrected.weights * self.corrected.mask)[rows]
         return self.scale[rows] * (surrogate - _ENTROPY_COEF * entropy)
 
-    def nll(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
-        return -eager(logits, self.targets[rows], False)[0]
-
 
 def correction(tokens: int, length: int, meter: Meter) -> dict[str, Call]:
     """`correct`, ours and the way a framework writes it."""

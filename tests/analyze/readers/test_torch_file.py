@@ -173,6 +173,17 @@ def test_a_tensor_outside_of_its_storage_is_refused(value: Any, tmp_path: Path):
             TorchFile(path).load()
 
 
+@pytest.mark.parametrize("what", ["empty", "text", "a later version of zip", "cut off"])
+def test_a_file_that_is_no_whole_zip_is_refused_by_one_sentence(what: str, tmp_path: Path):
+    path = zipped(tmp_path, described({}))
+    whole = path.read_bytes()
+    version = whole.index(b"PK\x01\x02") + 6
+    later = whole[:version] + b"\xff\xff" + whole[version + 2 :]
+    path.write_bytes({"empty": b"", "text": b"no zip", "a later version of zip": later, "cut off": whole[:-10]}[what])
+    with pytest.raises(UnreadableFile, match=rf"^{re.escape(str(path))} is not a whole file of torch.save: \w"):
+        TorchFile(path)
+
+
 def test_a_storage_that_declares_more_than_its_bytes_is_refused(tmp_path: Path):
     path = zipped(tmp_path, described(Rebuilt(Persistent(torch.FloatStorage, 10**9), 0, (10**9,), (1,))), s10=bytes(8))
     tensor = TorchFile(path).load()
