@@ -74,7 +74,7 @@ def _probe(server: Server, request: Request, timeout_s: float) -> ProbeAnswer:
     # a server without the flag for routes, or of a model without experts, ignores the field
     body |= {"top_logprobs_num": _LISTED, "return_routed_experts": True}
     try:
-        return ProbeAnswer(request, server.post("/generate", body, timeout_s))
+        return ProbeAnswer(request, *server.generate([body], timeout_s))
     except ServerError as error:
         if error.status is None:
             raise

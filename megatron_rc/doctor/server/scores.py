@@ -1,7 +1,5 @@
 """Log-probs of the same tokens by a server's decoding, by its prefill and by the trainer."""
 
-import asyncio
-import json
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +111,7 @@ def _asking(served: ServerFacts, vocab_size: int, timeout_s: float) -> "Iterator
     served_ids = served.config["vocab_size"] if served.config else _COMMON_IDS
     background = Background()
     try:
-        client = _Client(Server(served.url, background), background, vocab_size, timeout_s)
+        client = _Client(Server(served.url, background), vocab_size, timeout_s)
         yield client, seeded_prompts(min(vocab_size, served_ids))
     except DamagedAnswer as damage:
         raise Undecided(f"a job would discard an answer to the probes: {damage.reason}, {damage}") from None
@@ -155,28 +153,24 @@ def _joined(pieces: Sequence[Piece]) -> Logprobs:
 class _Client:
     """Requests to one server, which remember the versions of the weights that answered."""
 
-    def __init__(self, server: Server, background: Background, vocab_size: int, timeout_s: float) -> None:
-        self._server, self._background = server, background
-        self._vocab_size, self._timeout_s = vocab_size, timeout_s
+    def __init__(self, server: Server, vocab_size: int, timeout_s: float) -> None:
+        self._server, self._vocab_size, self._timeout_s = server, vocab_size, timeout_s
         self.versions: set[str] = set()
 
     def sample(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[Piece]:
         """Responses of full length to all prompts, decoded at the same time."""
         params = SamplingParams(RESPONSE_TOKENS, temperature=temperature)
         requests = [Request(uuid.uuid4().hex, p, (), params, self._vocab_size, None, None, -1) for p in prompts]
-        answers = self._background.run(self._ask_all([request.body() for request in requests]))
+        bodies = [request.body() for request in requests]
+        for body in bodies:
+            body["sampling_params"]["ignore_eos"] = True
+        answers = self._server.generate(bodies, self._timeout_s)
         pieces = [request.piece(answer) for request, answer in zip(requests, answers, strict=True)]
         for piece, answer in zip(pieces, answers, strict=True):
             if len(piece.output_ids) != RESPONSE_TOKENS:
                 raise Undecided(f"{RESPONSE_TOKENS} tokens were asked for and {len(piece.output_ids)} came", QUIET)
             self._see(answer["meta_info"])
         return pieces
-
-    async def _ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-        for body in bodies:
-            body["sampling_params"]["ignore_eos"] = True
-        texts = [json.dumps(body).encode() for body in bodies]
-        return await asyncio.gather(*(self._server.ask("/generate", text, self._timeout_s) for text in texts))
 
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Logprobs:
         """Log-probs of the responses from one request with all sequences, which ignores what the server has cached."""
@@ -188,7 +182,7 @@ class _Client:
             # from the first token on: what comes before this position may come from the prefix cache
             "logprob_start_len": 0,
         }
-        answers = self._server.post("/generate", body, self._timeout_s)
+        (answers,) = self._server.generate([body], self._timeout_s)
         if not isinstance(answers, list) or len(answers) != len(sequences):
             raise DamagedAnswer("bad_answer", f"a request with {len(sequences)} sequences has not as many answers")
         return np.concatenate([self._scored(s, answer) for s, answer in zip(sequences, answers, strict=True)])

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron_rc.versions import installing
@@ -169,6 +169,25 @@ class Server:
     def post(self, path: str, body: Any, timeout_s: float) -> Any:
         """The answer to ``body`` sent as JSON; otherwise as ``get``."""
         return self._background.run(self.ask(path, json.dumps(body).encode(), timeout_s))
+
+    def generate(self, bodies: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The answers of /generate to requests sent at the same time, each once more where the connection was lost.
+
+        A server that is short of processor time may close an idle connection just after a request was written to it.
+        """
+
+        async def all_answers() -> list[Any]:
+            return await asyncio.gather(*(answer(json.dumps(body).encode()) for body in bodies))
+
+        async def answer(text: bytes) -> Any:
+            try:
+                return await self.ask("/generate", text, timeout_s)
+            except ServerError as error:
+                if error.status is not None or error.reason == "timeout":
+                    raise
+            return await self.ask("/generate", text, timeout_s)
+
+        return self._background.run(all_answers())
 
     async def ask(self, path: str, body: bytes | None, timeout_s: float | None) -> Any:
         """The answer, for code in the loop: decoded JSON, or text if the server says that it is text.

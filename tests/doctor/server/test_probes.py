@@ -240,6 +240,15 @@ def test_a_server_that_is_gone_is_one_sentence(fake: FaultySglang) -> None:
         probed(fake)
 
 
+def test_a_connection_lost_once_is_tried_again_and_lost_twice_is_one_sentence(fake: FaultySglang) -> None:
+    fake.fail("/generate", lambda number, body: "reset" if number == 0 else None)
+    fake.fail(PROBE, lambda number, body: "reset" if number == 1 else None)
+    assert probed(fake)["triangle"].status == "good"
+    fake.fail(PROBE, "reset")
+    with pytest.raises(ValueError, match="lost the connection"):
+        probed(fake)
+
+
 def test_probes_without_a_trainers_checkpoint_are_refused(fake: FaultySglang) -> None:
     with pytest.raises(ValueError, match="--probe needs the trainer's checkpoint"):
         examine_servers([fake.url], None, None, 30, probe=True)
