@@ -61,7 +61,8 @@ def correction_fwd_kernel(
     LOG_RATIO_BOUND: tl.constexpr,
     LEVEL: tl.constexpr,  # to LOG_STALENESS: the fields of a WeightKind
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-    WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
+    WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, CONFIDENCE_FLOOR: tl.constexpr,
+    LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
     LAG_COLUMN: tl.constexpr, POSITION_SOURCE: tl.constexpr, CARRY_SOURCE: tl.constexpr,
     MEASURES_UPPER: tl.constexpr, UPPER_COLUMN: tl.constexpr,
     SAMPLING_SOURCE: tl.constexpr, LOG_STALENESS: tl.constexpr,
@@ -183,7 +184,9 @@ def correction_fwd_kernel(
                 cell += NUM_OF_UPPER * chunks
             lower, upper, log_lower, log_upper = bounds[0], bounds[1], bounds[2], bounds[3]
             if len(LOG_UPPERS) > 0:
-                if LEVEL == "token":
+                if GROWTH == "confidence":
+                    lag = tl.load(train_logprobs + rows, mask=valid, other=0).to(tl.float64)
+                elif LEVEL == "token":
                     lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0).to(tl.float64)
                 elif POSITION_SOURCE >= 0:
                     lag = tl.load(statistics[POSITION_SOURCE] + rows, mask=valid, other=0).to(tl.float64) + 1.0
@@ -195,7 +198,7 @@ def correction_fwd_kernel(
                     lag = values_of_segments(segment_columns, num_slots, slots, valid, LAG_COLUMN)
                 else:
                     lag = lanes + merge_all(sums + LAG_COLUMN * stride, first, last, "max", UNITS)
-                log_lower, log_upper = bounds_of_units(lag, LOG_LOWER, LOG_UPPERS, GROWTH)
+                log_lower, log_upper = bounds_of_units(lag, LOG_LOWER, LOG_UPPERS, GROWTH, CONFIDENCE_FLOOR)
                 lower, upper = tl.exp(log_lower).to(tl.float32), tl.exp(log_upper).to(tl.float32)
                 log_lower, log_upper = log_lower.to(tl.float32), log_upper.to(tl.float32)
             weight = tl.where(weight < lower, lower, weight)

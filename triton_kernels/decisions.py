@@ -17,6 +17,8 @@ class WeightKind(NamedTuple):
     weight_column: int = -1
     """Column of segments that holds the mean of l."""
     growth: str = "none"
+    confidence_floor: float = 0.0
+    """Smallest 1 - pi that the bounds of growth confidence follow."""
     log_lower: float = 0.0
     """-inf without a lower bound."""
     log_uppers: tuple[tuple[float, float], ...] = ()

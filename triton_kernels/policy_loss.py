@@ -90,6 +90,12 @@ def policy_loss_fwd_kernel(
             value = tl.where(far, dual_clip, value)
             cut = cut | far
         gain = tl.where(kept & moves & ~cut, weight * (-advantage * ratio), 0.0)
+    elif SURROGATE == "cispo":
+        high = ratio > ratio_upper
+        low = ratio < ratio_lower
+        clipped = tl.where(high, ratio_upper, tl.where(low, ratio_lower, ratio))
+        value = clipped * tl.where(kept, current, 0.0)
+        gain = tl.where(kept, weight * (-advantage * clipped), 0.0)
     else:
         tl.static_assert(SURROGATE == "reinforce")
         value = tl.where(kept, current, 0.0)
@@ -122,7 +128,7 @@ def policy_loss_fwd_kernel(
     if entropies is not None:
         sheet = write(sheet, row, entropy_sum)
         row += 1
-    if SURROGATE == "ppo":
+    if SURROGATE != "reinforce":
         sheet, row = add(sheet, row, (kept & high, kept & low))
         if dual_clip is not None:
             sheet, row = add(sheet, row, (kept & far,))
@@ -217,7 +223,7 @@ def policy_loss_fwd(
     """
     device = current.device
     num_means = 2 + (reference_logprobs is not None) + (entropy is not None)
-    num_shares = 2 + (dual_clip is not None) if surrogate == "ppo" else 0
+    num_shares = 2 + (dual_clip is not None) if surrogate != "reinforce" else 0
     launch = LAUNCH["policy_loss"]
     # no token at all is one tile that counts nothing
     tiles = max(1, triton.cdiv(current.numel(), launch.block))

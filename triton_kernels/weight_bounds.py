@@ -7,8 +7,10 @@ from .columns import field, merge_all
 
 
 @triton.jit
-def bounds_of_units(lag, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr, GROWTH: tl.constexpr):
-    """(log lower, log upper) of units of these fp64 lags, or of tokens of these numbers.
+def bounds_of_units(
+    lag, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr, GROWTH: tl.constexpr, CONFIDENCE_FLOOR: tl.constexpr
+):
+    """(log lower, log upper) of units of these fp64 lags, or of tokens of these numbers or log pi.
 
     LOG_UPPERS holds pairs (smallest lag, log upper).
     """
@@ -17,7 +19,11 @@ def bounds_of_units(lag, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr, GROW
     for i in tl.static_range(1, len(LOG_UPPERS)):
         upper = tl.full(lag.shape, field(LOG_UPPERS, i, 1), tl.float64)
         log_upper = tl.where(lag >= field(LOG_UPPERS, i, 0), upper, log_upper)
-    if GROWTH != "none":
+    if GROWTH == "confidence":
+        doubt = 1.0 - tl.exp(lag)
+        floor = tl.full(lag.shape, CONFIDENCE_FLOOR, tl.float64)
+        log_upper = tl.log(1.0 + (tl.exp(log_upper) - 1.0) * tl.where(doubt > floor, doubt, floor))
+    elif GROWTH != "none":
         factor = tl.sqrt(tl.where(lag > 1.0, lag, 1.0))
         log_lower = log_lower * factor
         log_upper = log_upper * factor

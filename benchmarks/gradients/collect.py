@@ -75,9 +75,9 @@ class Bench:
         unbiased. A run with token-mean divides by the tokens of its batch instead, a positive factor.
         """
         train = self.job.settings.train
-        settings = StepSettings(
-            correction=correction, loss=self.loss, train=train, max_nonfinite_share=0.0, take_step=False
-        )
+        of_method = next((preset.loss for preset in PRESETS.values() if preset.correction == correction), {})
+        loss = dataclasses.replace(self.loss, **of_method)
+        settings = StepSettings(correction=correction, loss=loss, train=train, max_nonfinite_share=0.0, take_step=False)
         result = reinforce_step(self.policy, batch, settings, StepState(version=self.version))
         # the loss is a mean over the responses of groups with unequal rewards; all others have advantage 0
         share = 1 - result.metrics["groups/equal_reward"]

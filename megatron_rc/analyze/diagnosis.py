@@ -101,7 +101,8 @@ class Diagnosis:
     @cached_property
     def what_if(self) -> WhatIfTable | Missing:
         """What every preset and the recommended correction would do; computed at first use; needs torch."""
-        methods = {name: preset.correction for name, preset in PRESETS.items()}
+        # a surrogate acts in the loss, on weights that have moved
+        methods = {name: preset.correction for name, preset in PRESETS.items() if preset.correction.surrogate is None}
         recommended = self.recommendation
         if recommended.correction is not None:
             methods[recommended.method] = recommended.correction

@@ -104,6 +104,7 @@ def _weight_kind(plan: Plan, columns: Columns, advantages: str, sources: Mapping
         has_upper="upper" in sides,
         weight_column=columns.place("segment", _MEAN_LOG_RATIO if planned.unit == "segment" else None),
         growth=weight.growth,
+        confidence_floor=weight.confidence_floor or 0.0,
         log_lower=planned.log_lower if weight.varies else 0.0,
         log_uppers=planned.log_uppers if weight.varies else (),
         lag_column=columns.place(planned.unit, _lag_of_unit(plan) if lags_of_units else None),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.correction.presets import METHODS
+from megatron_rc.correction.presets import METHODS, Method
 from megatron_rc.correction.rejection import STANDARDIZED as STANDARDIZED
 from megatron_rc.correction.rejection import STATISTICS as STATISTICS
 from megatron_rc.correction.rejection import Rejection as Rejection
@@ -15,6 +15,8 @@ from megatron_rc.schema.limits import check_one_of, check_positive
 
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
+Surrogate = Literal["ppo", "cispo", "reinforce"]
+"""Names of the surrogates of the loss, which `loss.options` describes."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class RolloutCorrection:
     max_k3: float | None = None
     """Largest k3 between trainer and sampler, pooled over the batch, with which a job goes on; above it the job stops
     before the optimizer step. Without it, a k3 above 0.1 is warned of once."""
+    surrogate: Surrogate | None = None
+    """The surrogate that the loss must have for this method; null: any. A job whose settings name none takes it."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not isinstance(self.weight, Weight):
@@ -48,6 +52,8 @@ class RolloutCorrection:
             raise ValueError("reject must hold at most one rejection on 'standardized'")
         check_one_of("normalize", self.normalize, Normalize)
         check_one_of("old", self.old, Old)
+        if self.surrogate is not None:
+            check_one_of("surrogate", self.surrogate, Surrogate)
         # exp(40) squared is still finite in fp32
         if isinstance(self.log_ratio_bound, bool) or not 0 < self.log_ratio_bound <= 40:
             raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
@@ -78,6 +84,11 @@ class RolloutCorrection:
         """Refuse a measured upper, for a ``caller`` that keeps none from one rollout to the next."""
         if self.weight is not None and self.weight.upper == "measured":
             raise ValueError(f"upper must be a number in {caller}, which keeps no bound that earlier rollouts measured")
+
+    def check_surrogate_of(self, caller: str) -> None:
+        """Refuse another surrogate than that of PPO, for a ``caller`` with a loss of its own."""
+        if self.surrogate not in (None, "ppo"):
+            raise ValueError(f"surrogate must be null or 'ppo' in {caller}, which has its own, got {self.surrogate!r}")
 
     def check_without_versions(self, caller: str) -> None:
         """Refuse what reads lags, and staleness_upper, for a ``caller`` that knows no version of the sampler."""
@@ -170,7 +181,15 @@ class Preset(NamedTuple):
     correction: RolloutCorrection
     source: str
     """The origin of the form and of the bounds."""
+    loss: dict[str, Any]
+    """Options of the loss that belong to the method."""
 
 
-PRESETS = {name: Preset(RolloutCorrection(**fields), source) for name, (fields, source) in METHODS.items()}
+def _preset(method: Method) -> Preset:
+    correction = RolloutCorrection(**method.fields)
+    surrogate = {} if correction.surrogate is None else {"surrogate": correction.surrogate}
+    return Preset(correction, method.source, {**surrogate, **method.loss})
+
+
+PRESETS = {name: _preset(method) for name, method in METHODS.items()}
 """Every method of `correction.presets`."""

@@ -136,7 +136,7 @@ class ClipPullWarning:
     """
 
     def __init__(self, correction: RolloutCorrection, *, fresh: bool) -> None:
-        self._watches = correction.old == "rollout" and fresh
+        self._watches = correction.old == "rollout" and correction.surrogate in (None, "ppo") and fresh
 
     def see(self, metrics: Mapping[str, Any]) -> str | None:
         """Take the metrics of a step; returns what to warn of, if anything."""

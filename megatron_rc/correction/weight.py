@@ -39,12 +39,14 @@ LEVELS = {
 
 
 class Growth(NamedTuple):
-    """How the log of both bounds grows."""
+    """How bounds vary from unit to unit."""
 
     sentence: str
     """As the settings print it."""
     needs_level: str | None = None
     """The only level that may have it."""
+    needs_mode: str | None = None
+    """The only mode that may have it."""
     reads_lags: bool = False
     """Whether bounds depend on lags."""
 
@@ -60,6 +62,12 @@ GROWTHS = {
         "multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a sequence or "
         "segment is that of its oldest token.",
         reads_lags=True,
+    ),
+    "confidence": Growth(
+        "with level token and mode truncate, bound pi / mu by 1 + (upper - 1) max(1 - pi, confidence_floor): the more "
+        "certain the trainer is of the token, the tighter.",
+        needs_level="token",
+        needs_mode="truncate",
     ),
 }
 """Every growth of the bounds of a weight."""
@@ -104,13 +112,15 @@ class Weight:
     """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound). measured: the C between 1 and 100
     with the least mean squared error on the rollout before, for mode truncate."""
     growth: Annotated[str, Choice(GROWTHS)] = "none"
-    """How the bounds grow."""
+    """How the bounds vary."""
     upper_by_lag: tuple[tuple[int, float], ...] = ()
     """Pairs (lag, upper): the last pair whose lag is not above that of the unit replaces upper, which still holds below
     the first pair."""
     staleness_upper: float | None = None
     """Two-factor weight, for level token: lower and upper bound the mismatch, sampling / rollout, and this bounds the
     staleness, train / sampling, from above; the weight is their product. `correct` needs `Extras.sampling_logprobs`."""
+    confidence_floor: float | None = None
+    """The smallest share of upper - 1 that growth confidence leaves, in (0, 1]; required by it, refused without."""
 
     def __post_init__(self) -> None:
         check_one_of("level", self.level, LEVELS)
@@ -134,12 +144,27 @@ class Weight:
         needed = GROWTHS[self.growth].needs_level
         if needed is not None and self.level != needed:
             raise ValueError(f"level must be {needed!r} when growth is {self.growth!r}, got level={self.level!r}")
+        needed = GROWTHS[self.growth].needs_mode
+        if needed is not None and self.mode != needed:
+            raise ValueError(f"mode must be {needed!r} when growth is {self.growth!r}, got mode={self.mode!r}")
+        self._check_confidence()
         self._check_upper_by_lag()
         self._check_staleness_upper()
         if self.level == "prefix" and self.reads_lags:
             raise ValueError(
                 "level must not be 'prefix' for bounds that depend on lags: a prefix has tokens of many lags"
             )
+
+    def _check_confidence(self) -> None:
+        if self.growth != "confidence":
+            if self.confidence_floor is not None:
+                raise ValueError(f"confidence_floor must be None when growth is {self.growth!r}")
+            return
+        _check_number("confidence_floor", self.confidence_floor)
+        if self.confidence_floor is None or not 0 < self.confidence_floor <= 1:
+            raise ValueError(f"confidence_floor must be in (0, 1] for 'confidence', got {self.confidence_floor!r}")
+        if not isinstance(self.upper, (int, float)) or not 1 < self.upper < math.inf:
+            raise ValueError(f"upper must be a finite number > 1 when growth is 'confidence', got {self.upper!r}")
 
     def _check_measured(self) -> None:
         if self.upper != "measured":

@@ -24,6 +24,7 @@ def refuse_correction(
         knows_lags: whether the host says which version of the weights sampled a token.
     """
     correction.check_keeps_upper(where)
+    correction.check_surrogate_of(where)
     if knows_lags:
         correction.check_without_sampling_logprobs(where)
     else:

@@ -58,7 +58,14 @@ def settings() -> str:
 def presets() -> str:
     from megatron_rc.correction.settings import PRESETS, STATISTICS
 
-    rows = [(f"`{name}`", changed(preset.correction), preset.source) for name, preset in PRESETS.items()]
+    rows = [
+        (
+            f"`{name}`",
+            changed(each.correction) + "".join(f", `loss.{k}: {v}`" for k, v in each.loss.items()),
+            each.source,
+        )
+        for name, each in PRESETS.items()
+    ]
     body = table(("preset", "settings", "source"), rows)
     gates = table(("statistic", "value"), [(f"`{name}`", known.sentence) for name, known in STATISTICS.items()])
     return (

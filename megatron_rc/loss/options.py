@@ -19,11 +19,21 @@ class SurrogateRow(NamedTuple):
     divides_by_old: bool
     """It is made of current / old, which is pi / mu where old is the sampler."""
     clips: bool
-    """clip_lower, clip_upper and dual_clip act on it."""
+    """clip_lower and clip_upper act on it."""
+    dual_clips: bool = False
+    """dual_clip acts on it, too."""
 
 
 SURROGATES = {
-    "ppo": SurrogateRow("-A current / old, constant outside the trust region.", divides_by_old=True, clips=True),
+    "ppo": SurrogateRow(
+        "-A current / old, constant outside the trust region.", divides_by_old=True, clips=True, dual_clips=True
+    ),
+    "cispo": SurrogateRow(
+        "-A log current times the constant clamp(current / old, 1 - clip_lower, 1 + clip_upper): no token loses its "
+        "gradient.",
+        divides_by_old=True,
+        clips=True,
+    ),
     "reinforce": SurrogateRow("-A log current.", divides_by_old=False, clips=False),
 }
 
@@ -71,9 +81,9 @@ class LossOptions:
     surrogate: Surrogate = "ppo"
     """How log-probs and advantages become a loss."""
     clip_lower: float = 0.2
-    """The ratio of ppo is clipped at 1 - clip_lower."""
+    """The ratio of ppo and cispo is clipped at 1 - clip_lower."""
     clip_upper: float = 0.28
-    """The ratio of ppo is clipped at 1 + clip_upper."""
+    """The ratio of ppo and cispo is clipped at 1 + clip_upper."""
     dual_clip: float | None = None
     """Bound on the ratio of ppo where the advantage is negative, > 1; null sets none."""
     kl_coef: float = 0.0
@@ -94,6 +104,8 @@ class LossOptions:
             )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be > 1, got {self.dual_clip!r}")
+        if self.dual_clip is not None and not SURROGATES[self.surrogate].dual_clips:
+            raise ValueError(f"dual_clip must be None when surrogate is {self.surrogate!r}: it is a bound of 'ppo'")
         check_at_least(0, kl_coef=self.kl_coef)
 
     def check(self, correction: RolloutCorrection) -> None:
@@ -109,8 +121,10 @@ class LossOptions:
 
 
 def check_surrogate(surrogate: Surrogate, correction: RolloutCorrection) -> None:
-    """Refuse to multiply a ratio that already is pi / mu by pi / mu again."""
+    """Refuse another surrogate than the method's, and to multiply a ratio that already is pi / mu by pi / mu again."""
     check_one_of("surrogate", surrogate, SURROGATES)
+    if correction.surrogate not in (None, surrogate):
+        raise ValueError(f"surrogate must be {correction.surrogate!r}, that of the correction, got {surrogate!r}")
     if SURROGATES[surrogate].divides_by_old and correction.old == "rollout" and correction.weight is not None:
         raise ValueError(
             f"weight must be None when old is 'rollout' and the surrogate is {surrogate!r}: its ratio already is "

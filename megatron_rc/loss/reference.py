@@ -170,7 +170,15 @@ def _reinforce(tokens: _Tokens, options: LossOptions) -> tuple[Tensor, list[Tens
     return torch.where(tokens.kept, tokens.logprobs, 0), []
 
 
-_SURROGATES: dict[str, Surrogate] = {"ppo": _ppo, "reinforce": _reinforce}
+def _cispo(tokens: _Tokens, options: LossOptions) -> tuple[Tensor, list[Tensor]]:
+    """log current times the clipped ratio, which has no gradient."""
+    ratio = torch.where(tokens.kept, tokens.log_ratio.detach(), 0).clamp(max=tokens.log_ratio_bound).exp()
+    highest, lowest = 1 + options.clip_upper, 1 - options.clip_lower
+    clipped = ratio.clamp(lowest, highest)
+    return clipped * torch.where(tokens.kept, tokens.logprobs, 0), [ratio > highest, ratio < lowest]
+
+
+_SURROGATES: dict[str, Surrogate] = {"ppo": _ppo, "cispo": _cispo, "reinforce": _reinforce}
 
 
 KLEstimator = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
 from megatron_rc.settings.cluster import ClusterSettings
 from megatron_rc.settings.dump import DumpSettings
@@ -57,6 +57,18 @@ class JobSettings(CurrentNames):
     mapping with the key `rule` sets its fields, null has none."""
     log: LogSettings = field(default_factory=LogSettings)
     dump: DumpSettings = field(default_factory=DumpSettings)
+
+    @classmethod
+    def expand(cls, data: Any) -> Any:
+        """Options of the loss that belong to the correction are those of the job where it names no others."""
+        data = super().expand(data)
+        correction = data.get("correction") if isinstance(data, dict) else None
+        name = correction.get("preset") if isinstance(correction, dict) else correction
+        options = dict(PRESETS[name].loss) if isinstance(name, str) and name in PRESETS else {}
+        if isinstance(correction, dict) and isinstance(correction.get("surrogate"), str):
+            options["surrogate"] = correction["surrogate"]
+        given = data.get("loss", {}) if options else None
+        return {**data, "loss": {**options, **given}} if isinstance(given, dict) else data
 
     def __post_init__(self) -> None:
         check_lr_rule(self.lr_rule, self.correction)

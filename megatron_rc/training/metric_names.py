@@ -46,8 +46,12 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "policy_loss": JobMetric("", f"policy-gradient term of the loss; {_MEAN}"),
         "kl_ref": JobMetric("nats", "KL divergence from the reference policy, as estimated in the loss; with kl_coef"),
         "entropy": JobMetric("nats", "mean entropy per token before the update; with entropy_coef, during the update"),
-        "clip_high": JobMetric("share", "kept tokens with advantage > 0 and ratio > 1 + clip_upper; surrogate ppo"),
-        "clip_low": JobMetric("share", "kept tokens with advantage < 0 and ratio < 1 - clip_lower; surrogate ppo"),
+        "clip_high": JobMetric(
+            "share", "kept tokens with advantage > 0 and ratio > 1 + clip_upper; cispo: whatever their advantage"
+        ),
+        "clip_low": JobMetric(
+            "share", "kept tokens with advantage < 0 and ratio < 1 - clip_lower; cispo: whatever their advantage"
+        ),
         "dual_clip": JobMetric("share", "kept tokens with advantage < 0 and ratio > dual_clip; where it is set"),
         "grad_norm": JobMetric("", f"{_GRAD_NORM.meaning}; {_MEAN}"),
         "grad_cosine": JobMetric(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_rc import schema
 from megatron_rc.dump.writer import DiscardedWriter
+from megatron_rc.loss.options import SURROGATES
 from megatron_rc.report import sinks
 from megatron_rc.report.context import save_fingerprint, without_credentials
 from megatron_rc.report.dashboards import Dashboards
@@ -38,6 +39,7 @@ class Observers:
         self._dump = None
         if writer and self._dumping:
             self._dump = StepDump(folder / "dump", settings.dump, every_step=dumps)
+        self._loss, self._surrogate = settings.loss, settings.correction.surrogate
         keeps_discarded = writer and settings.rollout.sglang.dump_rejected
         self._discarded = DiscardedWriter(folder / "rejected") if keeps_discarded else None
         self._dashboards = None
@@ -53,6 +55,10 @@ class Observers:
             self._display.__enter__()
         if self._dump:
             self.message(self._dump.announcement)
+        if self._loss.surrogate == self._surrogate:
+            between = f" of a ratio between {1 - self._loss.clip_lower:g} and {1 + self._loss.clip_upper:g}"
+            clips = SURROGATES[self._loss.surrogate].clips
+            self.message(f"the correction sets loss.surrogate: {self._surrogate}{between * clips}")
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -38,6 +38,8 @@ def test_correcting_with_all_metrics_takes_at_most_105_operations(correction: Ro
     if correction.weight is not None and correction.weight.level == "prefix":
         # three for each of the 8 doublings that reach from 1 to 150 tokens
         more += 3 * 8
+    if correction.weight is not None and correction.weight.growth == "confidence":
+        more += 1  # a bound per token
     assert sum(count.operations.values()) <= 105 + more
     assert not count.waits
 

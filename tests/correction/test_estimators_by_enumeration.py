@@ -50,7 +50,7 @@ TOKEN_IS = RolloutCorrection(Weight("token", "truncate", upper=INF))
 SIZE = {"sum": 2.0, "mean": 1.0, "max": 1.5, "min": 0.7}
 """Bounds grow with what is reduced, so that every gate drops some units and keeps some."""
 CORRECTIONS = {
-    **{f"preset {name}": preset.correction for name, preset in PRESETS.items()},
+    **{f"preset {name}": each.correction for name, each in PRESETS.items() if each.correction.surrogate is None},
     **{
         f"{level} {mode}": RolloutCorrection(Weight(level, mode, None if mode == "truncate" else 0.8, 1.2))
         for level in ("token", "sequence", "geometric", "segment")
@@ -160,6 +160,20 @@ def test_ppo_at_the_old_policy_has_the_gradient_of_weighted_reinforce(world: Wor
     for correction in (SEQUENCE_IS, *(preset.correction for preset in PRESETS.values())):
         three = RolloutCorrection(correction.weight, correction.reject)
         close(population.run(three, surrogate="ppo").gradient, population.run(three).gradient)
+
+
+def test_cispo_has_the_gradient_of_reinforce_with_its_bounded_ratio_as_weight(world: World, population: Batch) -> None:
+    cispo, on_sampler = PRESETS["cispo"], {"old": population.rollout}
+    two_policies = RolloutCorrection(Weight("token", "truncate", upper=1 + cispo.loss["clip_upper"]), old="rollout")
+    close(population.run(cispo.correction, **on_sampler, **cispo.loss).gradient, population.run(two_policies).gradient)
+    bounds = {"surrogate": "cispo", "clip_lower": 0.1, "clip_upper": 0.1}
+    clipped = RolloutCorrection(Weight("token", "clip", 0.9, 1.1), old="rollout")
+    close(
+        population.run(RolloutCorrection(old="rollout"), **on_sampler, **bounds).gradient,
+        population.run(clipped).gradient,
+    )
+    with pytest.raises(ValueError, match="surrogate must be 'cispo', that of the correction, got 'ppo'"):
+        population.run(cispo.correction, surrogate="ppo")
 
 
 def test_divergence_metrics_are_the_divergences(world: World, population: Batch) -> None:

@@ -151,10 +151,13 @@ def test_statistics_of_both_backends_merge() -> None:
 
 
 GROWING = [Weight("token", upper=1.3, growth="sqrt_lag"), Weight("segment", upper=1.3, growth="sqrt_lag")]
-GROWING += [Weight("prefix", upper=1.3, growth="sqrt_position")]
+GROWING += [
+    Weight("prefix", upper=1.3, growth="sqrt_position"),
+    Weight(upper=1.3, growth="confidence", confidence_floor=0.1),
+]
 
 
-@pytest.mark.parametrize("weight", GROWING, ids=lambda weight: weight.level)
+@pytest.mark.parametrize("weight", GROWING, ids=lambda weight: f"{weight.level} {weight.growth}")
 def test_a_bound_that_grows_is_that_of_pytorch_in_fp64(weight: Weight) -> None:
     assert_agrees(batch_of([9, 0, UNIT_BLOCK + 1], gap=0.3), RolloutCorrection(weight))
 

@@ -45,7 +45,7 @@ def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 def test_no_token_at_all_gives_a_differentiable_zero(shape: tuple[int, ...], surrogate: str) -> None:
     batch = {name: value.view(shape) for name, value in tokens(0).items()}
     if len(shape) == 2:

@@ -156,7 +156,7 @@ def test_without_gradients_main_grad_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 def test_metrics_are_those_of_the_policy_loss(surrogate: Any, grad: bool) -> None:
     case = head_case()
     (old, advantages, corrected), options = case.of_loss()

@@ -44,6 +44,11 @@ def loss_by_hand(
             if batch["mask"][t]:
                 w = batch["weights"][t].item()
                 value, inner = -a * lp, -a
+                if surrogate == "cispo":
+                    counts["clip_high"] += r > 1 + clip_upper
+                    counts["clip_low"] += r < 1 - clip_lower
+                    limited = min(max(r, 1 - clip_lower), 1 + clip_upper)
+                    value, inner = limited * value, limited * inner
                 if surrogate == "ppo":
                     limited = min(max(r, 1 - clip_lower), 1 + clip_upper)
                     value, inner = max(-a * r, -a * limited), -a * r
@@ -66,7 +71,7 @@ def loss_by_hand(
 
 
 @pytest.mark.parametrize("old_mode", ["recompute", "current", "rollout"])
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 @given(
     seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans(),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
@@ -80,6 +85,8 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
         kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip,
         kl_estimator=kl_estimator,
     )  # fmt: skip
+    if surrogate != "ppo":
+        options["dual_clip"] = None
     old = None if old_mode == "current" else batch["old"]
     current = batch["current"].clone().requires_grad_()
     loss, metrics = policy_loss(
@@ -91,9 +98,9 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert current.grad is not None
     assert current.grad.tolist() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
-    if surrogate == "ppo" and batch["mask"].any():
+    if surrogate != "reinforce" and batch["mask"].any():
         values = metrics.values()
-        for name in ("clip_high", "clip_low", *(["dual_clip"] if dual_clip else [])):
+        for name in ("clip_high", "clip_low", *(["dual_clip"] if options["dual_clip"] else [])):
             assert values[name] == pytest.approx(shares.get(name, 0.0))
 
 
@@ -135,7 +142,7 @@ def test_a_micro_batch_without_kept_tokens_gives_a_differentiable_zero() -> None
         metrics.values()
 
 
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_dropped_tokens_have_exactly_no_gradient_whatever_they_hold(bad: float, surrogate: Any) -> None:
     batch = random_batch([8], 1)
@@ -156,7 +163,7 @@ def test_dropped_tokens_have_exactly_no_gradient_whatever_they_hold(bad: float, 
     assert (current.grad[[1, 2, 4]] == 0).all() and (current.grad[[0, 3, 5]] != 0).any()
 
 
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 def test_a_kept_token_that_the_trainer_holds_impossible_adds_nothing(surrogate: Any) -> None:
     one = torch.ones(3, dtype=torch.float64)
     current = torch.tensor([-1.0, -INF, -1.0], dtype=torch.float64, requires_grad=True)

@@ -68,7 +68,7 @@ def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
         ({"correction": RolloutCorrection(Weight(), old="rollout")}, "weight must be None when old is 'rollout' and"),
         ({"correction": RolloutCorrection(old="current")}, "old_logprobs must be None when old is 'current'"),
         ({"old_logprobs": None, "correction": RolloutCorrection()}, "old_logprobs must be given when old is 'recomput"),
-        ({"surrogate": "gspo"}, "surrogate must be one of 'ppo', 'reinforce', got 'gspo'"),
+        ({"surrogate": "gspo"}, "surrogate must be one of 'ppo', 'cispo', 'reinforce', got 'gspo'"),
         ({"clip_lower": 1.5}, "clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower=1.5"),
         ({"dual_clip": 0.9}, "dual_clip must be > 1, got 0.9"),
         ({"correction": RolloutCorrection(log_ratio_bound=0.2)}, "log_ratio_bound must be >= log(1 + clip_upper) = "),

@@ -156,6 +156,9 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
                 low, high = (log_bound * math.sqrt(len(before)) for log_bound in (low, high))
             if weight.growth == "sqrt_lag":
                 low, high = (log_bound * math.sqrt(max(lag, 1)) for log_bound in (low, high))
+            if weight.growth == "confidence":
+                (t,) = unit
+                high = math.log(1 + (top - 1) * max(1 - math.exp(pi[t]), weight.confidence_floor))
             rho = 0.0 if log == -INF else math.exp(clamp(log, correction))
             rho = min(max(rho, math.exp(low)), math.exp(high))
             for t in unit:

@@ -82,6 +82,7 @@ STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized
 TERMS = {"dual_clip": 3.0, "kl_coef": 0.2, "entropy_coef": 0.1}
 TWO_FACTORS = RolloutCorrection(Weight("token", "clip", 0.5, 2.0, staleness_upper=1.5))
 MEASURED_SEQUENCES = Weight("sequence", upper="measured")
+CONFIDENT = RolloutCorrection(Weight(upper=3.3, growth="confidence", confidence_floor=5e-3))
 PREFIXES = RolloutCorrection(Weight("prefix", "clip", 0.5, 2.0, growth="sqrt_position"))
 
 
@@ -304,9 +305,11 @@ CALLS: dict[str, Call] = {
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),
     "correct prefixes": corrected(PREFIXES),
+    "correct by confidence": corrected(CONFIDENT),
     "correct two factors": corrected(TWO_FACTORS, sampling=True),
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
+    "loss cispo": loss(RolloutCorrection(), old=True, every_term=False, surrogate="cispo"),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),
     "update": update,
     "head": head(fused=True),

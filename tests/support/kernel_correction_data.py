@@ -159,12 +159,13 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         sides = {"truncate": {"upper": one_of(1.297, INF)}, "clip": both, "mask": bounds("ratio")}[mode]
         varied = one_of({}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))})
         if level == "token" and not varied:
-            varied = one_of({}, {"staleness_upper": 1.211})
+            certain = {"growth": "confidence", "confidence_floor": 0.213, "upper": 1.931}
+            varied = one_of({}, {"staleness_upper": 1.211}, *[certain] * (mode == "truncate"))
         if level == "prefix":
             varied = one_of({}, {"growth": "sqrt_position"})
         if varied.get("upper_by_lag") and sides.get("upper") is None:
             varied = {}
-        weight = Weight(level, mode, **sides, **varied)
+        weight = Weight(level, mode, **(sides | varied))
     names = draw(st.lists(st.sampled_from([*BOUNDS]), max_size=4))
     gates = tuple(
         Rejection(

@@ -31,6 +31,7 @@ REFUSED = [
      "^train.keep_sampling_weights must be false when rollout.engine is 'recorded': "),
     ("{correction: {weight: {upper: 1.5, staleness_upper: 1.3}, old: current}}",
      "staleness_upper must be null when old is 'current'"),
+    ("{correction: cispo, loss: {surrogate: ppo}}", "^surrogate must be 'cispo', that of the correction, got"),
     ("{correction: token-tis, train: {control: random-mask}}", "'random-mask' for a correction that drops nothing"),
     ("{correction: none, train: {control: mean-weight}}", "'mean-weight' for a correction without weight and"),
     ("{correction: {preset: seq-mis, old: rollout}, loss: {surrogate: reinforce}, train: {control: random-mask}}",

@@ -54,6 +54,8 @@ def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: G
     batch.mean_k3 = _mean_k3(batch, dp_group) if inputs.mean_k3 is None else inputs.mean_k3
     if plan.sums_prefixes:
         batch.add_prefixes(inputs.positions, cp_group)
+    if plan.weight is not None and plan.weight.weight.growth == "confidence":
+        batch.numbers = torch.where(ratio.valid, pair.train_logprobs.reshape(-1), 0)
     if inputs.sampling_logprobs is not None:
         batch.factors = log_factors(pair, inputs.sampling_logprobs, ratio)
         tokens.sums.update(factor_statistics(batch.factors, ratio.valid, plan.correction.log_ratio_bound))
@@ -115,7 +117,7 @@ class _Batch:
     prefixes: Tensor | None = None
     """[N], sum of l up to and with each token, for a weight of this level."""
     numbers: Tensor | None = None
-    """[N], 1 for the first loss token of a sequence."""
+    """[N], what the bounds of each token depend on: 1 for the first loss token of a sequence, or its log pi."""
     factors: LogFactors | None = None
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one per token or one per sequence."""
@@ -318,7 +320,7 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
 
 def _steps(batch: _Batch, planned: WeightPlan) -> Tensor:
     """The number per unit that its bounds depend on."""
-    if planned.weight.growth == "sqrt_position":
+    if planned.weight.growth in ("sqrt_position", "confidence"):
         assert batch.numbers is not None
         return batch.numbers
     return batch.statistics["lag"] if planned.unit == "token" else batch.maxima[_LAG_OF_UNIT]

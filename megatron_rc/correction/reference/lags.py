@@ -1,5 +1,7 @@
 """Lags: the bounds of weights that depend on them, and the sums of tokens of similar lag."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,15 @@ from megatron_rc.correction.sums import LAG_BINS, OF_LAGS, Key, part_of
 def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
     """Log lower and log upper [U] fp64, infinite where there is none, of the weight of every unit.
 
-    The units have these lags [U]; with growth="sqrt_position" they are the tokens of these numbers.
+    The units have these lags [U]; with growth="sqrt_position" they are the tokens of these numbers, with
+    growth="confidence" those of these log pi.
     """
     lag = lag.double()
+    if planned.weight.growth == "confidence":
+        slope, floor = math.expm1(planned.log_uppers[0][1]), planned.weight.confidence_floor
+        assert floor is not None
+        log_upper = (-slope * lag.expm1().clamp(max=-floor)).log1p()
+        return torch.full_like(lag, planned.log_lower), log_upper
     log_upper = torch.full_like(lag, planned.log_uppers[0][1])
     for smallest, value in planned.log_uppers[1:]:
         log_upper = torch.where(lag >= smallest, value, log_upper)

@@ -87,6 +87,8 @@ _ALWAYS = (
         "Change megatron_rc.correction.reject."),
     FlagRule("hook-measured-upper", lambda args: refused(args.correction.check_keeps_upper, "a hook"),
         "megatron_rc.correction: {found}", "Set megatron_rc.correction.weight.upper to a number."),
+    FlagRule("hook-surrogate", lambda args: refused(args.correction.check_surrogate_of, "a hook"),
+        "megatron_rc.correction: {found}", "Use another correction, or the host's own loss of that name."),
     FlagRule("hook-versions", lambda args: refused(args.correction.check_without_versions, "a hook"),
         "megatron_rc.correction: {found}", "Use bounds that do not depend on lags."),
 )  # fmt: skip

@@ -38,7 +38,7 @@ class VerlSettings(CurrentNames):
     inner: str = "vanilla"
     """The loss of verl that loss_mode=megatron_rc corrects, by its loss_mode."""
     surrogate: Surrogate = "ppo"
-    """For correction.old "rollout": ppo is the loss `inner` on pi / mu; reinforce is -w A log pi."""
+    """For correction.old "rollout": ppo is the loss `inner` on pi / mu; reinforce is -w A log pi; cispo is refused."""
     max_nonfinite_share: float = 0.01
     """Largest share of NaN, infinite or positive log-probs in a rollout before the run stops."""
     vocab_parallel_logprobs: bool = False
@@ -157,6 +157,8 @@ def refuse_settings(settings: VerlSettings) -> None:
          "denominator must be 'original' when old is 'rollout': tokens are rejected after verl has counted them"),
         (not two_policies and settings.surrogate != "ppo",
          f"surrogate must be 'ppo' unless old is 'rollout', got {settings.surrogate!r}"),
+        (settings.surrogate == "cispo",
+         "surrogate must not be 'cispo' with verl, whose own loss of that name is inner: cispo"),
         (not two_policies and judges_advantages,
          "when must be 'always' unless old is 'rollout': verl corrects a rollout before it computes advantages"),
         (by_length(settings.lr_rule) and kept,
