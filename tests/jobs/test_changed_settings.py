@@ -4,13 +4,17 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ROOT, Job, letters_task, run_together, save_tiny_checkpoint, settings_file, started, train
+from jobs import ROOT, Job, environment, letters_task, run_together, save_tiny_checkpoint, settings_file, started, train
 from warm_models import timeless
 
 from megatron_rc.report.log import read_metrics
@@ -169,6 +173,24 @@ def test_an_interrupt_says_how_to_continue_and_leaves_a_report(folder: Path, tmp
     assert status == 130 and "Traceback" not in said, said
     assert said.splitlines()[-1] == f"megatron-rc: stopped; {command} goes on from {tmp_path}/checkpoints/rl-000002"
     assert "<html" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.full
+def test_torchrun_locks_the_folder_and_its_interrupt_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    program += ["megatron_rc", *train(folder / "settings.yaml", tmp_path, "train.steps=1000", "dump.keep=0")]
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    with first.open("w") as said, subprocess.Popen(program, stderr=said, env=environment()) as job:
+        while not (tmp_path / "checkpoints/rl-000002").exists():
+            assert job.poll() is None, first.read_text()
+            time.sleep(0.2)
+        with second.open("w") as other:
+            assert subprocess.run(program, stderr=other, env=environment()).returncode != 0
+        job.send_signal(signal.SIGINT)
+    assert len(re.findall(f"error: {tmp_path} is in use by process [0-9]+ on", second.read_text())) == 1
+    [(command, checkpoint)] = re.findall("stopped; `(.*)` goes on from (.*)", first.read_text())
+    assert command == f"torchrun ... {shlex.join(program[6:])}"
+    assert Path(checkpoint).parent == tmp_path / "checkpoints"
 
 
 def test_the_documents_list_what_may_change() -> None:

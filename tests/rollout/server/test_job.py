@@ -10,6 +10,7 @@ from jobs import ROOT, finished_job, letters_task, run_together, save_tokenizer,
 from sglang_server import shared_server
 
 from megatron_rc.dump.schema import read_dump
+from megatron_rc.report.log import read_metrics
 from megatron_rc.training.step.seeds import seed_of
 
 SCRIPT = ROOT / "launch/train_sglang_cpu.sh"
@@ -62,6 +63,21 @@ def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     cached = [row["cached_tokens"] for batch in batches for row in batch]
     assert min(cached) >= 0 and max(cached) > 0, "responses to one prompt share its cache"
     assert {row["retractions"] for batch in batches for row in batch} == {0}
+
+
+@pytest.mark.full
+def test_a_branch_of_a_run_of_the_embedded_engine_goes_on_with_a_server(tmp_path: Path, tmp_path_factory: Any) -> None:
+    with shared_server("dense", tmp_path_factory) as server:
+        config = job(tmp_path, server.model, train={"save_interval": 1})
+        finished_job(config, *train(config, tmp_path / "own", "rollout.engine=embedded", "rollout.sglang={}")[2:])
+        branch = [f"branch={tmp_path / 'own'}:2", f"rollout.sglang.urls=['{server.url}']", "train.steps=4"]
+        finished_job(config, "--dump", *train(config, tmp_path / "served", *branch)[2:])
+    steps = [m for m in read_metrics(tmp_path / "served" / "metrics.jsonl") if m["step"] > 0]
+    assert [m["step"] for m in steps] == [1, 2, 3, 4] and all(m["old/k3"] < 1e-8 for m in steps[2:])
+    batches = list(read_dump(tmp_path / "served/dump"))
+    versions = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
+    assert versions == [{2}, {3}], "the server drew with the weights of the run that the branch left"
+    assert "after step 2: rollout.engine" in (tmp_path / "served/report.html").read_text()
 
 
 @pytest.mark.full
