@@ -97,7 +97,7 @@ def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagR
         FlagRule("temperature", lambda args: args[temperature] <= 0,
             "a greedy sampler has no log-prob that the trainer's could be compared with",
             f"Set {temperature} above 0.", good="the sampler's temperature is above 0"),
-        FlagRule("logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs",
+        FlagRule("logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs" and args[temperature] != 1,
             f"{logprobs_mode}={{args[{logprobs_mode}]}} returns log-probs before the temperature, and the trainer "
             "divides its logits by it",
             f"Set {logprobs_mode}=processed_logprobs.", good="log-probs are those after the temperature"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +11,12 @@ from megatron_rc.integrations.flag_rules import FlagRule
 
 _NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _QUANTIZED_NAMES = ("fp8", "fp4", "int4", "awq", "gptq")
-_MOE_NAMES = (
-    *("moe", "mixtral", "a3b", "a10b", "a17b", "a22b", "deepseek-v3", "deepseek-r1", "kimi-k2", "glm-4.5"),
-    *("moonlight", "nano-30b"),
+_MOE_NAMES = re.compile(
+    # the active parameters, as in Qwen3-30B-A3B
+    r"-a\d+(\.\d+)?b|moe|mixtral|dbrx|moonlight|gpt-oss|glm-(4\.[5-9]|5)|deepseek-v[2-4]|deepseek-r1(?!-distill)|kimi-k"
+    r"|minimax-(m|text)|llama-?4-|step-?3|nano-30b|qwen2-57b|qwen3-(coder-)?next|nemotron-3-(super|ultra)|grok|longcat"
 )
+"""Names of models with experts; `config.json` says more where it is here."""
 
 
 class Checkpoint(NamedTuple):
@@ -31,9 +34,7 @@ def read_checkpoint(path: object) -> Checkpoint:
     config = _config_of(name)
     if config is None:
         lower = name.lower()
-        return Checkpoint(
-            any(part in lower for part in _QUANTIZED_NAMES), any(part in lower for part in _MOE_NAMES), "name"
-        )
+        return Checkpoint(any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
     sections = list(_sections(config))
     experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]
     is_quantized = any(section.get("quantization_config") for section in sections)

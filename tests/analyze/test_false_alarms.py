@@ -18,7 +18,7 @@ FEWEST = 400
 """Decided batches from which a rate is compared: a test of few tokens is mostly undecided."""
 
 
-@pytest.mark.parametrize("batches", [1000, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("batches", [500, pytest.param(10_000, marks=pytest.mark.full)])
 def test_false_alarms_of_tests_rules_and_reports_are_within_the_binomial_interval(batches: int) -> None:
     decided: dict[str, list[bool]] = defaultdict(list)
     reports: list[float] = []

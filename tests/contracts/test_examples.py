@@ -21,10 +21,9 @@ def printed(example: Path) -> str:
     return done.stdout
 
 
-# the loop that exists learns little from its old rollouts before it is patched, and one batch teaches nothing
-LEARNING = sorted(
-    path for path in (ROOT / "examples").glob("*.py") if path.stem not in ("existing_loop", "correct_a_batch")
-)
+# the loop that exists learns little from its old rollouts, one batch teaches nothing, and the others have a test each
+APART = ("existing_loop", "correct_a_batch", "patch_existing_loop", "replay_routes")
+LEARNING = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in APART)
 
 
 @pytest.mark.parametrize("example", LEARNING, ids=lambda path: path.name)
@@ -50,10 +49,12 @@ def test_a_loop_that_exists_learns_twice_as_much_by_one_line_and_is_left_alone_w
     assert "existing-loop, restored" in after
 
 
-def test_replayed_routes_close_a_part_of_the_gap_in_a_plain_loop():
+def test_replayed_routes_close_a_part_of_the_gap_in_a_plain_loop_that_learns():
+    said = printed(ROOT / "examples/replay_routes.py")
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", said)]
+    assert rewards[-1] > rewards[0] + 0.2
     own, replayed = (
-        re.findall(r"k3 without replay ([\d.]+), as trained ([\d.]+)", part)
-        for part in printed(ROOT / "examples/replay_routes.py").split("(R3)")
+        re.findall(r"k3 without replay ([\d.]+), as trained ([\d.]+)", part) for part in said.split("(R3)")
     )
     assert len(own) == len(replayed) == 6
     assert all(without == trained for without, trained in own)

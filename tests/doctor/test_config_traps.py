@@ -27,14 +27,24 @@ SHARDED = (
     "model_engine=megatron actor_rollout_ref.actor.megatron.sequence_parallel=False "
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 )
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
+MCORE = "policy.megatron_cfg.enabled=true"
+RAW = "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"
 TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
 ASYNC = "grpo.async_grpo.enabled=true"
 
 
 TRAPPED = [
-    (VERL, "rollout-logprobs", f"{ROLLOUT}.calculate_log_probs=False", "error", "no log-probs"),
-    (VERL, "logprobs-mode", f"{ROLLOUT}.logprobs_mode=raw_logprobs", "error", "before the temperature"),
+    (VERL, "rollout-logprobs", f"{ROLLOUT}.calculate_log_probs=False", "note", "neither measured nor corrected"),
+    (VERL, "rollout-logprobs", f"{ROLLOUT}.calculate_log_probs=False {OURS}", "error", "cannot act"),
+    (VERL, "megatron-rc-settings", f"-m {FULLY_ASYNC} {OURS}", "error",
+     "bypass_mode must be True exactly"),
+    (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.rollout_is=token", "warning", "never applies rollout_is"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "warning", "no correction acts"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.sglang.quantization=fp8", "warning", "no correction acts"),
+    (NEMO, "fp8-rollouts", "policy.generation.real_quant=true policy.generation.quant_cfg=NVFP4", "warning", "NVFP4"),
+    (VERL, "logprobs-mode", f"{ROLLOUT}.logprobs_mode=raw_logprobs {ROLLOUT}.temperature=0.7", "error", "before th"),
     (VERL, "temperature", f"{ROLLOUT}.temperature=0", "error", "greedy"),
     (VERL, "top-p-top-k", f"{ROLLOUT}.top_p=0.9", "error", "part of the vocabulary"),
     (VERL, "top-p-top-k", f"++{ROLLOUT}.top_k=20", "error", "part of the vocabulary"),
@@ -62,20 +72,20 @@ TRAPPED = [
     (VERL, "quantized-rollouts", f"+{ROLLOUT}.quantization=fp8", "warning", "no correction acts"),
     (VERL, "quantized-checkpoint", "actor_rollout_ref.model.path=a/B-FP8", "warning", "a/B-FP8"),
     (VERL, "asynchronous-rollouts", "trainer.v1.trainer_mode=separate_async", "warning", "older weights"),
-    (VERL, "two-policies", "-m verl.experimental.fully_async_policy.fully_async_main", "note", "PPO's clip"),
+    (VERL, "two-policies", f"-m {FULLY_ASYNC}", "note", "PPO's clip"),
     (VERL, "moe-replay", MOE, "warning", "choose experts"),
     (VERL, "moe-replay", f"{MOE} {REPLAY}", "error", "does not return"),
     (VERL, "moe-replay", f"{ROLLOUT}.enable_rollout_routing_replay=True", "error", "does not replay"),
     (VERL, "dtypes", f"model_engine=megatron {ROLLOUT}.dtype=float16", "warning", "float16"),
     (NEMO, "temperature", "policy.generation.temperature=0", "error", "greedy"),
-    (NEMO, "logprobs-mode", "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "error", "before the temp"),
+    (NEMO, "logprobs-mode", f"{RAW} policy.generation.temperature=0.7", "error", "before the temp"),
     (NEMO, "fp8-rollouts", FP8, "error", "refuses to start"),
     (NEMO, "fp8-rollouts", f"{FP8} {IS}", "warning", "nothing bounds"),
     (NEMO, "quantized-checkpoint", "policy.model_name=a/B-FP8", "warning", "a/B-FP8"),
     (NEMO, "asynchronous-rollouts", ASYNC, "error", "refuses to start"),
     (NEMO, "asynchronous-rollouts", f"{ASYNC} {IS}", "warning", "nothing bounds"),
     (NEMO, "trajectory-age", f"{ASYNC} grpo.async_grpo.max_trajectory_age_steps=4", "note", "4 steps old"),
-    (NEMO, "moe-replay", "policy.model_name=Qwen/Qwen3-30B-A3B", "warning", "choose experts"),
+    (NEMO, "moe-replay", f"{MCORE} policy.model_name=openai/gpt-oss-20b", "warning", "choose experts"),
     (NEMO, "router-dtype",
      "policy.model_name=a/moe policy.megatron_cfg.enabled=true policy.megatron_cfg.moe_router_dtype=null", "warning",
      "ties"),
@@ -100,6 +110,8 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
     ("host", "text"),
     [
         (VERL, "algorithm.adv_estimator=grpo"),
+        (VERL, f"{ROLLOUT}.logprobs_mode=raw_logprobs"),
+        (NEMO, f"{RAW} policy.model_name=openai/gpt-oss-20b"),
         (VERL, f"{OURS} +{ROLLOUT}.quantization=fp8 trainer.v1.trainer_mode=separate_async {LOSS}=megatron_rc"),
         (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
         (VERL, f"actor_rollout_ref.actor.veomni.router_replay.mode=R3 {ROLLOUT}.enable_rollout_routing_replay=True"),
@@ -179,7 +191,10 @@ def test_the_config_of_a_checkpoint_says_more_than_its_name(
         (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for model in (str(tmp_path / "plain"), named_otherwise):
-        for host, text in ((VERL, "model_engine=megatron actor_rollout_ref.model.path="), (NEMO, "policy.model_name=")):
+        for host, text in (
+            (VERL, "model_engine=megatron actor_rollout_ref.model.path="),
+            (NEMO, f"{MCORE} policy.model_name="),
+        ):
             found = traps(host, text + model)
             assert {
                 name for name in ("moe-replay", "quantized-checkpoint") if found[name].status == "warning"

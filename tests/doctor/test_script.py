@@ -7,6 +7,7 @@ import pytest
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.doctor.host.script import read_script
 from megatron_rc.doctor.registry import Undecided
+from megatron_rc.integrations.hf_checkpoint import read_checkpoint
 
 SCRIPT = """#!/bin/bash
 set -ex
@@ -65,12 +66,35 @@ def test_what_an_unknown_branch_sets_and_a_variable_of_elsewhere_are_undecided(f
 
 def test_a_flag_that_an_unknown_list_may_hold_is_undecided(tmp_path: Path) -> None:
     file = tmp_path / "run.sh"
-    file.write_text("python train.py --lr 1 ${MODEL_ARGS[@]}\n")
+    file.write_text("source $HERE/model.sh\npython train.py --lr 1 ${MODEL_ARGS[@]} --data $HERE/x.jsonl\n")
     arguments = Arguments(Flags.of_file(file), {"lr": 0.0, "num_experts": None, "use_tis": False}, None)
     assert arguments.lr == 1.0
     for name in ("num_experts", "use_tis"):
         with pytest.raises(Undecided, match=r"MODEL_ARGS\[@\]"):
             getattr(arguments, name)
+
+
+@pytest.mark.parametrize("path", ["$HERE/x.jsonl", "${HERE}/x.jsonl", "'# no comment'"])
+def test_nothing_hides_in_a_list_that_no_line_fills_nor_in_a_path_behind_a_variable(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(f"# don't\npython train.py --lr 1 ${{EVAL_ARGS[@]}} --eval-prompt-data aime {path}\n")
+    flags = Flags.of_file(file)
+    assert not flags.hidden and Arguments(flags, {"num_experts": None}, None).num_experts is None
+    for filled in ("mapfile -t EVAL_ARGS < args.txt", "source $ELSEWHERE/args.sh"):
+        file.write_text(f"{filled}\npython train.py --lr 1 ${{EVAL_ARGS[@]}}\n")
+        assert Flags.of_file(file).hidden == ("${EVAL_ARGS[@]}",)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_moe"),
+    [("openai/gpt-oss-20b", True), ("zai-org/GLM-4.6", True), ("MiniMaxAI/MiniMax-M2.5", True),
+     ("a/Gemma-4-26B-A4B", True),
+     ("deepseek-ai/DeepSeek-V2-Lite", True), ("deepseek-ai/DeepSeek-R1", True), ("Qwen/Qwen3-Coder-Next", True),
+     ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False), ("Qwen/Qwen3-8B", False), ("meta-llama/Llama-3.1-8B", False),
+     ("zai-org/glm-4-9b-chat", False), ("google/gemma-3-27b-it", False)],
+)  # fmt: skip
+def test_experts_are_known_by_the_name_of_a_model(name: str, is_moe: bool) -> None:
+    assert read_checkpoint(name).is_moe == is_moe
 
 
 @pytest.mark.parametrize(

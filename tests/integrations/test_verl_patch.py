@@ -140,11 +140,12 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
         ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),
         ("{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
          "when must be 'always' unless old is 'rollout'"),
-        ("{correction: none, denominator: kept, lr_rule: length_decay}",
+        ("{correction: icepop, denominator: kept, lr_rule: length_decay}",
          "denominator must be 'original' for a learning rate"),
         ("{correction: {old: rollout}, lr_rule: {rule: mismatch, signal: k3, target: 1}}",
          "signal of lr_rule must be 'length'"),
         ("{correction: none, inner: bypass_mode}", "inner must be a loss_mode of verl that takes weights"),
+        ("{correction: token-tis, denominator: kept}", "denominator must be 'original' with a correction that drops"),
         ("{correction: none, max_nonfinite_share: 2}", "max_nonfinite_share must be in"),
         ("{corection: none}", "corection"),
     ],
@@ -156,6 +157,7 @@ def test_settings_that_verl_cannot_honour_are_refused_by_name(text: str, sentenc
     assert sentence in str(refused.value)
 
 
+WITHOUT_POLICY_LOSS = {"enabled": True, "distillation_loss": {"use_task_rewards": False, "use_policy_gradient": False}}
 LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
 
 
@@ -174,6 +176,19 @@ LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.
         ("{correction: none}", LOSS_MODE, "bypass_mode", "must not be bypass_mode"),
         ("{correction: none, inner: gspo}", LOSS_MODE, "vanilla", "inner acts only"),
         ("{correction: token-tis}", LOSS_MODE, "geo_mean", "not be geo_mean"),
+        ("{correction: icepop}", LOSS_MODE, "clip_cov", "not be clip_cov with a correction that drops tokens"),
+        (
+            "{correction: token-tis}",
+            "algorithm.rollout_correction.rollout_is_threshold",
+            5.0,
+            "must be 2.0, its default",
+        ),
+        ("{correction: none}", "algorithm.rollout_correction.rollout_is_batch_normalize", True, "must be False, its"),
+        ("{correction: none}", "algorithm.rollout_correction.loss_type", "reinforce", "must be ppo_clip, its default"),
+        ("{correction: none}", "actor_rollout_ref.rollout.temperature", 0.0, "a greedy sampler has no log-prob"),
+        ("{correction: none}", "actor_rollout_ref.rollout.top_p", 0.9, "top_p=1 and"),
+        ("{correction: none}", "actor_rollout_ref.rollout.top_k", 20, "draws from a part of the vocabulary"),
+        ("{correction: token-tis}", "distillation", WITHOUT_POLICY_LOSS, "distillation without a policy loss"),
     ],
 )
 def test_configurations_under_which_settings_would_not_act_are_refused(
@@ -189,6 +204,29 @@ def test_configurations_under_which_settings_would_not_act_are_refused(
     with pytest.raises(ValueError) as refused:
         refuse(prepare(settings.correction, settings.lr_rule, settings), config)
     assert sentence in str(refused.value)
+
+
+def test_raw_log_probs_are_refused_only_at_another_temperature_than_one() -> None:
+    settings, config = read("{correction: none}"), json.loads(json.dumps(CONFIG))
+    config["actor_rollout_ref"]["rollout"]["logprobs_mode"] = "raw_logprobs"
+    refuse(prepare(settings.correction, settings.lr_rule, settings), config)
+    config["actor_rollout_ref"]["rollout"]["temperature"] = 0.7
+    with pytest.raises(ValueError, match="returns log-probs before the temperature"):
+        refuse(prepare(settings.correction, settings.lr_rule, settings), config)
+
+
+def test_the_asynchronous_program_with_its_bypass_is_refused_where_it_starts_and_at_its_first_update() -> None:
+    config = json.loads(json.dumps(CONFIG))
+    config["algorithm"]["rollout_correction"]["bypass_mode"] = True
+    with patched("{correction: token-tis}"):
+        with pytest.raises(ValueError, match="bypass_mode must be True exactly .* asynchronous programs of verl"):
+            module("verl.trainer.constants_ppo").get_ppo_ray_runtime_env(config)
+        batch = SimpleNamespace(batch={"rollout_log_probs": torch.zeros(1)})
+        with pytest.raises(ValueError, match="bypass_mode must be True exactly when correction.old is 'rollout'"):
+            module(f"{PPO}rollout_corr_helper").apply_bypass_mode(batch, {}, {})
+    with patched("{correction: {old: rollout}}"):
+        module(f"{PPO}rollout_corr_helper").apply_bypass_mode(batch, {}, {})
+    assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
 
 
 # -- the trainer process
@@ -228,6 +266,22 @@ def test_too_many_corrupt_log_probs_stop_the_run_before_its_update() -> None:
         corrected("{correction: token-tis}", batch)
     metrics = corrected("{correction: token-tis, max_nonfinite_share: 0.1}", batch)[1]
     assert metrics["rc/nonfinite_share"] == pytest.approx(1 / 49)
+
+
+def test_a_nan_of_the_trainer_at_a_dropped_token_reaches_the_update_of_neither_trainer() -> None:
+    batch = cases.rollout(0)
+    batch.old[0, 0] = float("nan")
+    data, _ = corrected("{correction: token-tis, max_nonfinite_share: 0.1}", batch)
+    assert data["rollout_is_weights"][0, 0] == 0 and data["old_log_probs"][0, 0] == batch.rollout[0, 0]
+    assert torch.equal(data["old_log_probs"].flatten()[1:], batch.old.flatten()[1:])
+    with patched("{correction: token-tis, max_nonfinite_share: 0.1}"):
+        v1, whole = module(V1), {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout}
+        v1.PPOTrainer.correct(SimpleNamespace(batch={**whole, "response_mask": batch.mask}), {})
+        rows = {"old_log_probs": [[float("nan"), -1.0], [-2.0]], "rollout_log_probs": [[-3.0, -1.0], [-2.0]]}
+        rows |= {"response_mask": [[1, 1], [1]], "rollout_is_weights": [[0.0, 1.0], [1.0]]}
+        v1.tq.fields.update({name: nested(values) for name, values in rows.items()})
+        v1.PPOTrainer()._update_actor(v1.Batch(), {})
+        assert [row.tolist() for row in v1.tq.fields["old_log_probs"].unbind()] == [[-3.0, -1.0], [-2.0]]
 
 
 @pytest.mark.parametrize("denominator", ["original", "kept"])

@@ -36,7 +36,7 @@ def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
     return correct(*batch.arguments, correction=correction, backend="triton", **options)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(batch=batches(), correction=corrections())
 def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, correction: RolloutCorrection) -> None:
     assert_agrees(batch, correction)

@@ -15,6 +15,8 @@ from megatron_rc.doctor.registry import Undecided
 EXPANDED = "Let the script echo its command, and give that."
 MAX_NAMED = 5
 """A sentence names at most this many shell variables: scripts with dozens would fill the screen."""
+_VARIABLE = re.compile(r"(\$(\w+|\{.*\}))+")
+"""A word of variables alone; one with text behind them, as a path has, can be no flag."""
 _LIST = re.compile(r"\$\{\w+\[[@*]\]\}$|\$[@*]$")
 
 
@@ -60,7 +62,7 @@ class Flags:
         words = (*self.words[begin:], *self.maybe)
         for before, word in zip(("", *words), words, strict=False):
             is_value = before.startswith("-") and "=" not in before
-            if _LIST.match(word) or (word.startswith("$") and not word.startswith("$(") and not is_value):
+            if _LIST.match(word) or (_VARIABLE.fullmatch(word) and not is_value):
                 found.append(word)
         return tuple(dict.fromkeys(found))
 

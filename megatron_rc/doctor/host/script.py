@@ -14,6 +14,8 @@ _OPENING = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSING = ("fi", "done", "esac", "}")
 _EXPORTING = ("export", "declare", "local", "readonly", "-x")
 _HIDDEN = "$(...)"
+_OUTSIDE = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?:^|(?<=[ \t]))\#[^\n]*""", re.MULTILINE | re.DOTALL)
+"""A quoted text, or a comment outside of one."""
 
 
 @dataclass
@@ -32,6 +34,13 @@ class Script:
     """Words that a variable may hold, because a branch with an unknown condition sets it."""
     branches: list[bool | None] = field(default_factory=list)
     """Whether each open branch runs; None if that is unknown."""
+    texts: list[str] = field(default_factory=list)
+    """Those of all files read, and a word for each that was not found."""
+
+    def may_have(self, array: str) -> bool:
+        """Whether a file that is not here, or a command, may fill an array; none is inherited from outside."""
+        others = re.compile(rf"\b{array}\b(?!\[)")
+        return _HIDDEN in self.texts or any(others.search(text) for text in self.texts)
 
     def value(self, name: str) -> str | None:
         """The value of a plain variable; None if it has none or a branch decides it."""
@@ -41,7 +50,8 @@ class Script:
 
 def read_script(path: Path) -> Script:
     """The command in a launch script, or all words of a file that starts no program; ValueError for an open quote."""
-    script = Script([path.resolve()])
+    # a folder whose name decides nothing
+    script = Script([path.resolve()], variables={"HOME": ["~"]}, texts=[path.read_text(encoding="utf-8")])
     commands = _commands(path)
     _run(script, commands)
     if not script.words:
@@ -131,7 +141,7 @@ def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[
         if array and (array[1] in script.variables or array[1] in script.candidates):
             expanded += script.variables.get(array[1], [])
             maybe += script.candidates.get(array[1], [])
-        elif word not in _ARGUMENTS:
+        elif word not in _ARGUMENTS and not (array and not script.may_have(array[1])):
             filled = _fill(script, word)
             expanded += filled.split() if split and re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
     return expanded, maybe
@@ -186,8 +196,11 @@ def _source(script: Script, word: str) -> None:
     file = next((file for file in found if file.is_file() and file not in script.files), None)
     if file is not None and "$" not in path:
         script.files.append(file)
+        script.texts.append(file.read_text(encoding="utf-8"))
         _run(script, _commands(file))
         script.files.pop()
+    else:
+        script.texts.append(_HIDDEN)
 
 
 def _commands(path: Path) -> list[tuple[list[str], bool]]:
@@ -196,8 +209,8 @@ def _commands(path: Path) -> list[tuple[list[str], bool]]:
     The value of an array is one word: NAME= and a mark, then its words, each with a zero byte after it.
     """
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    text = re.sub(r"(?m)(^|[ \t])#[^\n]*$", r"\1", text) + "\n"
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()\n")
+    script_text = _OUTSIDE.sub(lambda found: "" if found[0].startswith("#") else found[0], text) + "\n"
+    lexer = shlex.shlex(script_text, posix=True, punctuation_chars=";&|()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
         tokens = list(lexer)

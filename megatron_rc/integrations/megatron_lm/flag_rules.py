@@ -32,7 +32,11 @@ RULES = (
     SAMPLES_ROLLOUTS,
     FlagRule("rollout-logprobs", lambda args: not args.rl_inference_logprobs_is_correction,
         "the sampler's log-probs do not reach the loss, so nothing can be corrected",
-        "Add --rl-inference-logprobs-is-correction.", good="the sampler's log-probs reach the loss"),
+        "Add --rl-inference-logprobs-is-correction.", good="the sampler's log-probs reach the loss",
+        made_by="patched runs"),
+    FlagRule("rollout-logprobs", lambda args: not args.rl_inference_logprobs_is_correction,
+        "the sampler's log-probs do not reach the loss, so the gap is neither measured nor corrected",
+        "Add --rl-inference-logprobs-is-correction.", severity="note", made_by="unpatched runs"),
     FlagRule("temperature", lambda args: args.rl_default_temperature != 1,
         "tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs computes log-probs at "
         "temperature 1",

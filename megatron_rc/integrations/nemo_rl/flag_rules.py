@@ -11,7 +11,7 @@ _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _TRUNCATION = "loss_fn.truncated_importance_sampling_type"
 
 DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys((_MODEL, _TRUNCATION)),
+    **dict.fromkeys((_MODEL, _TRUNCATION, f"{_GENERATION}.real_quant", f"{_GENERATION}.quant_cfg")),
     **dict.fromkeys((_CORRECTION, _REPLAY, "grpo.async_grpo.enabled", "data_plane.enabled"), False),
     **dict.fromkeys(("loss_fn.force_on_policy_ratio", "loss_fn.sequence_level_importance_ratios"), False),
     **{"policy.megatron_cfg.enabled": False, f"{_GENERATION}.temperature": 1.0, f"{_VLLM}.precision": "bfloat16"},
@@ -32,16 +32,22 @@ RULES = (
     *sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode"),
     FlagRule("fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
         "rollouts are FP8 and use_importance_sampling_correction is off: NeMo-RL refuses to start",
-        f"Set {_CORRECTION}=true.", good="rollouts are not FP8, or corrected"),
+        f"Set {_CORRECTION}=true.", good="rollouts are not quantised, or corrected"),
     FlagRule("fp8-rollouts",
         lambda args: _is_fp8(args) and args[_TRUNCATION] is None,
         "rollouts are FP8 and nothing bounds their importance weights",
         f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
         made_by="unpatched runs"),
+    FlagRule("fp8-rollouts",
+        lambda args: args[f"{_GENERATION}.real_quant"] and (not args[_CORRECTION] or args[_TRUNCATION] is None),
+        "real_quant quantises rollouts by {args[policy.generation.quant_cfg]}, and nothing bounds their importance "
+        "weights",
+        f"Set {_CORRECTION}=true and {_TRUNCATION}=tis, or {_PATCH}.", severity="warning", made_by="unpatched runs"),
     *checkpoint_rules(_MODEL,
         quantize=f"quantise rollouts with {_VLLM}.precision=fp8",
-        replays=lambda args: bool(args[_REPLAY]),
-        replay=f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM."),
+        # no other backend of the host can replay
+        replays=lambda args: bool(args[_REPLAY]) or not args["policy.megatron_cfg.enabled"],
+        replay=f"Set {_REPLAY}=true, with vLLM."),
     FlagRule("asynchronous-rollouts", lambda args: args["grpo.async_grpo.enabled"] and not args[_CORRECTION],
         "asynchronous GRPO runs only with use_importance_sampling_correction: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts come from the current weights, or are corrected"),

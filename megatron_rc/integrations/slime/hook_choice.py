@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
 from megatron_rc.integrations.scheduler_rule import settings_of
-from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, judges_advantages, read
+from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, judges_advantages, names, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.rule import LRRule, by_mismatch
 from megatron_rc.learning_rate.scale import RuleSettings
@@ -66,6 +66,7 @@ def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
         ValueError: an argument that the user has set to something else, or settings that no hook of the host can do.
     """
     settings = read(args)
+    _refuse_their_weights(args, settings.correction)
     hooks = hooks_for(settings.correction, settings.lr_rule, whole_rollouts=whole_rollouts)
     if settings.routes:
         # rollout_data sees all of them at once; elsewhere before_train_step collects them for tis or loss
@@ -87,6 +88,21 @@ def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
     values |= {HOOKS[hook]: flag(hook).split()[1] for hook in hooks}
     _refuse_conflicts(args, hooks, values)
     return values
+
+
+def _refuse_their_weights(args: Any, correction: RolloutCorrection) -> None:
+    """Refuse --use-tis of the script itself, which the hook would replace, by nothing where the correction is none."""
+    acts = correction.weight is not None or bool(correction.reject)
+    # with a critic the driver of train_async.py reads the argument before `enable` runs
+    wanted_by_driver = getattr(args, "use_critic", False) and acts
+    if not getattr(args, "use_tis", False) or names(args, "tis") or wanted_by_driver:
+        return
+    upper, lower = getattr(args, "tis_clip", 2.0), getattr(args, "tis_clip_low", 0.0)
+    same = f"mode: clip, lower: {lower}, upper: {upper}" if lower else f"upper: {upper}"
+    raise ValueError(
+        f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{same}}} has the "
+        "same ones"
+    )
 
 
 def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) -> None:

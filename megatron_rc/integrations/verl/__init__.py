@@ -3,8 +3,8 @@
 What runs where, with MEGATRON_RC_CONFIG set:
 
 1. Every process that imports verl loads `plugin`, which patches what the process imports later.
-2. The process of main_ppo refuses configurations that cannot be honoured (`validate_config`), and hands the settings on
-   to all Ray processes (`get_ppo_ray_runtime_env`).
+2. The process of the program refuses configurations that cannot be honoured (`validate_config` in main_ppo, and
+   `get_ppo_ray_runtime_env`, which hands the settings on to all Ray processes, in every program).
 3. The trainer process corrects a whole rollout before its advantages (`compute_rollout_correction_and_add_to_batch`).
 4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
    `vocab_parallel_logprobs` or `head: linear` they compute log-probs and entropy, too.
@@ -44,12 +44,16 @@ SYMBOLS = (
         replaced_by(f"{OURS}.refusals", "validate_config"),
         "refuses, before Ray starts, what cannot be honoured, and prints what is corrected"),
     Symbol("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", "config=None",
-        replaced_by(f"{OURS}.settings", "get_ppo_ray_runtime_env"),
-        "hands the settings on to every Ray process of the run"),
+        replaced_by(f"{OURS}.refusals", "get_ppo_ray_runtime_env"),
+        "refuses the same in every program, and hands the settings on to every Ray process of the run"),
     Symbol("verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch",
         "batch, rollout_corr_config",
         replaced_by(f"{OURS}.driver", "correct_rollout", when=lambda session: session.corrects),
         "corrects the whole rollout once, on the trainer process"),
+    Symbol("verl.trainer.ppo.rollout_corr_helper", "apply_bypass_mode",
+        "batch, rollout_corr_config=None, policy_loss_config=None",
+        replaced_by(f"{OURS}.driver", "apply_bypass_mode", when=lambda session: session.corrects),
+        "refuses, before the first update, a bypass that would leave the rollout uncorrected"),
     Symbol("verl.trainer.ppo.core_algos", "get_policy_loss_fn", "name",
         replaced_by(f"{OURS}.policy_loss", "get_policy_loss_fn", when=lambda session: session.corrects),
         "knows loss_mode=megatron_rc"),

@@ -11,7 +11,7 @@ from megatron_rc.correction.correct import correct
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.integrations.verl.refusals import refuse_rollout_correction
+from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
 from megatron_rc.learning_rate import scale
 
@@ -48,7 +48,16 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     corrected = correct(train, rollout, data["response_mask"].bool(), correction=state.correction)
     if state.acts:
         data[WEIGHTS] = corrected.weights
+        gaps = _gaps(data)
+        state.has_gaps = bool(gaps.any())
+        data["old_log_probs"] = _filled(data, gaps)
     return batch, checked_metrics(state, corrected.metrics)
+
+
+def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which hands log mu over as old log-probs; with other settings nothing would correct."""
+    refuse_bypass(state, True)
+    return original(*args, **kwargs)
 
 
 def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[str, float]:
@@ -79,15 +88,19 @@ def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
 
 def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: Any, metrics: Any) -> Any:
     """PPOTrainer._update_actor, whose batch is in the TransferQueue."""
-    if state.keeps_denominator and state.acts:
+    if state.acts and (state.keeps_denominator or state.has_gaps):
         from verl.trainer.ppo.v1 import trainer_base as v1
 
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS])
-        response_mask = data["response_mask"]
-        kept = v1.response_to_nested(_kept(data.to_padded_tensor()), response_mask)
-        fields = v1.TensorDict(dict.fromkeys(_MASKS, kept), batch_size=len(batch))
-        batch = v1.tq.kv_batch_put(**where, fields=fields)
+        logprobs = ["old_log_probs", "rollout_log_probs"] * state.has_gaps
+        nested = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS, *logprobs])
+        data, changed = nested.to_padded_tensor(), {}
+        if state.keeps_denominator:
+            changed = dict.fromkeys(_MASKS, _kept(data))
+        if state.has_gaps:
+            changed["old_log_probs"] = _filled(data, _gaps(data))
+        fields = {name: v1.response_to_nested(values, nested["response_mask"]) for name, values in changed.items()}
+        batch = v1.tq.kv_batch_put(**where, fields=v1.TensorDict(fields, batch_size=len(batch)))
     answer = original(trainer, batch, metrics)
     _check_workers(state, metrics)
     return answer
@@ -106,6 +119,17 @@ def _kept(data: Any) -> Tensor:
     # a kept weight is at least exp(-log_ratio_bound)
     mask: Tensor = data["response_mask"]
     return torch.where(data[WEIGHTS] > 0, mask, 0)
+
+
+def _gaps(data: Any) -> Tensor:
+    """Dropped tokens of which the trainer has no log-prob: 0 times NaN is NaN."""
+    return (data[WEIGHTS] == 0) & ~data["old_log_probs"].isfinite()
+
+
+def _filled(data: Any, gaps: Tensor) -> Tensor:
+    """The trainer's old log-probs, with the sampler's or 0 in the gaps."""
+    old, rollout = data["old_log_probs"], data["rollout_log_probs"].to(data["old_log_probs"].dtype)
+    return torch.where(gaps, torch.where(rollout.isfinite(), rollout, 0), old)
 
 
 def _check_workers(state: VerlPatch, metrics: Mapping[str, Any]) -> None:

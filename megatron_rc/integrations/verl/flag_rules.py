@@ -18,12 +18,30 @@ _MEGATRON = f"{_ACTOR}.megatron"
 _SHARDS, _SPLITS_ROWS = f"{_MEGATRON}.tensor_model_parallel_size", f"{_MEGATRON}.sequence_parallel"
 _REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
 
+_DISTILLATION = "distillation.distillation_loss"
 _VEOMNI_REPLAY = f"{_ACTOR}.veomni.router_replay.mode"
+
+_ENGINES = ("vllm", "sglang")
+_QUANTIZED = (
+    *(f"{_ROLLOUT}.{name}" for name in ("quantization", "quantization_config_file")),
+    *(f"{_ROLLOUT}.engine_kwargs.{engine}.quantization" for engine in _ENGINES),
+)
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
-    **dict.fromkeys((f"{_CORRECTION}.rollout_rs_threshold", _HANDED_ON, _VARIABLE, _MODEL, f"{_ACTOR}.strategy")),
-    **dict.fromkeys((f"{_ROLLOUT}.quantization", f"{_ROLLOUT}.quantization_config_file", "model_engine")),
+    **dict.fromkeys(
+        (
+            f"{_CORRECTION}.rollout_rs_threshold",
+            f"{_CORRECTION}.rollout_is_threshold",
+            f"{_CORRECTION}.rollout_is_batch_normalize",
+            _HANDED_ON,
+            _VARIABLE,
+            _MODEL,
+            f"{_ACTOR}.strategy",
+        )
+    ),
+    **dict.fromkeys((*_QUANTIZED, *(f"{_ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype" for engine in _ENGINES))),
+    "model_engine": None,
     **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
     **{_FUSED: False, _PADDING: True, _MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
     **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
@@ -33,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
         _REPLAY: "disabled",
         _VEOMNI_REPLAY: "disabled",
         _RETURNS_ROUTES: False,
+        **dict.fromkeys(("distillation.enabled", f"{_DISTILLATION}.use_policy_gradient"), False),
+        f"{_DISTILLATION}.use_task_rewards": True,
         "trainer.use_v1": True,
         "trainer.v1.trainer_mode": "sync",
     },
@@ -74,6 +94,8 @@ def _refusal(args: Any) -> str | None:
     from megatron_rc.integrations.verl import refusals, settings
 
     def value(path: str) -> Any:
+        if path == f"{_CORRECTION}.bypass_mode":
+            return _is_bypass(args)
         return "megatron" if path == refusals.STRATEGY and _is_megatron(args) else args[path]
 
     def refuse() -> None:
@@ -98,22 +120,31 @@ def _is_async(args: Any) -> bool:
 
 
 def _is_quantized(args: Any) -> bool:
-    return bool(args[f"{_ROLLOUT}.quantization"] or args[f"{_ROLLOUT}.quantization_config_file"])
+    formats = [args[f"{_ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"] for engine in _ENGINES]
+    cache = any(str(each).startswith(("fp8", "fp4", "int8")) for each in formats)
+    return cache or any(args[path] for path in _QUANTIZED)
 
 
 def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[f"{_ACTOR}.strategy"]) or "megatron" in args.program
 
 
-RULES = (
-    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
-        "the engine returns no log-probs, so the gap is neither measured nor corrected",
-        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
+SAMPLING_RULES = (
     *sampler_rules(f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.logprobs_mode"),
     FlagRule("top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
         "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
         "biased on every token",
         f"Set {_ROLLOUT}.top_p=1 and {_ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary"),
+)  # fmt: skip
+"""What makes log mu another quantity than log pi; a patched run with a correction refuses it."""
+RULES = (
+    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"] and _corrects(args),
+        "the engine returns no log-probs, so the correction cannot act",
+        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
+    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
+        "the engine returns no log-probs, so the gap is neither measured nor corrected",
+        f"Set {_ROLLOUT}.calculate_log_probs=True.", severity="note"),
+    *SAMPLING_RULES,
     FlagRule("correction-section", lambda args: args[_CORRECTION] is None,
         f"{_CORRECTION}=null: verl then never calls a correction, nor measures the gap",
         f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
@@ -138,6 +169,10 @@ RULES = (
         and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
         "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
         f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False."),
+    FlagRule("bypass-reaches-workers",
+        lambda args: args[f"{_CORRECTION}.bypass_mode"] and not _is_ours(args) and args[f"{_CORRECTION}.rollout_is"],
+        "bypass_mode with loss_type=ppo_clip never applies rollout_is: PPO's clip acts on pi / mu (verl issue 4912)",
+        f"Set bypass_mode=False, or {_VARIABLE}='{{correction: token-tis}}' with it.", severity="warning"),
     FlagRule("loss-mode", lambda args: args[_LOSS] == "megatron_rc" and not _is_ours(args),
         f"loss_mode=megatron_rc is known to a run with {_VARIABLE} alone",
         f"Export {_VARIABLE} before verl starts, or set {_LOSS}=vanilla.", good="the loss exists"),

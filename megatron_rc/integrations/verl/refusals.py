@@ -1,16 +1,24 @@
 """What a configuration of verl must not combine with our correction: refused before Ray starts, by the name in verl."""
 
+import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.integrations.verl.settings import LOSS_MODE, VARIABLE, VerlPatch
+from megatron_rc.integrations.verl.flag_rules import DEFAULTS, SAMPLING_RULES
+from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch, drops
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STRATEGY, _LOSS = f"{_ACTOR}.strategy", f"{_ACTOR}.policy_loss.loss_mode"
 _MODEL = "actor_rollout_ref.model"
+_OF_THEIR_CORRECTION = {
+    f"{_CORRECTION}.rollout_is_threshold": 2.0,
+    f"{_CORRECTION}.rollout_is_batch_normalize": False,
+    f"{_CORRECTION}.loss_type": "ppo_clip",
+}
+"""Settings of verl's own correction, which would not act."""
 FUSED, PADDING, MTP = f"{_MODEL}.use_fused_kernels", f"{_MODEL}.use_remove_padding", f"{_MODEL}.mtp.enable"
 
 
@@ -18,13 +26,47 @@ def validate_config(original: Function, state: VerlPatch, config: Any, *args: An
     """The host's function, after ours; it runs in the process of main_ppo, before Ray starts."""
     refuse(state, config)
     answer = original(config, *args, **kwargs)
-    print(f"megatron_rc is on in this run of verl: {state.settings.as_text()}", flush=True)
+    say_once(state)
     return answer
+
+
+def get_ppo_ray_runtime_env(original: Function, state: VerlPatch, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, with the settings for every process; it runs in the process of every program of verl."""
+    given = () if config is None else (config,)
+    if config is not None:
+        refuse(state, config)
+    runtime_env = original(*given, *args, **kwargs)
+    say_once(state)
+    variables = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+    # the file may exist on this node only
+    variables[VARIABLE] = state.settings.as_text()
+    return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables}}
+
+
+def say_once(state: VerlPatch) -> None:
+    if not state.announced:
+        print(f"megatron_rc is on in this run of verl: {state.settings.as_text()}", flush=True)
+        state.announced = True
 
 
 def refuse(state: VerlPatch, config: Any) -> None:
     """Refuse a configuration of verl under which the settings would not act, or would act twice."""
-    refuse_values(state, partial(value_at, config))
+    value = partial(value_at, config)
+    refuse_values(state, value)
+    if state.corrects:
+        for rule in SAMPLING_RULES:
+            if mistake := rule.mistake(_Given(value)):
+                raise ValueError(rule.refusal(mistake))
+
+
+class _Given(NamedTuple):
+    """A configuration as the rules read it: by dotted path, with defaults."""
+
+    value: Callable[[str], Any]
+
+    def __getitem__(self, path: Any) -> Any:
+        found = self.value(path)
+        return DEFAULTS[path] if found is None else found
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
@@ -53,9 +95,18 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
         raise ValueError(
             f"{_LOSS} must not be bypass_mode, which weighs by itself: take {LOSS_MODE} with old 'rollout'"
         )
+    if value("distillation.enabled") and not any(
+        value(f"distillation.distillation_loss.{name}") for name in ("use_task_rewards", "use_policy_gradient")
+    ):
+        raise ValueError(f"{VARIABLE} must have no correction for distillation without a policy loss: nothing reads it")
     if state.settings.inner != "vanilla" and loss_mode != LOSS_MODE:
         raise ValueError(f"inner acts only with {_LOSS}={LOSS_MODE}, got {loss_mode}")
     inner = state.settings.inner if loss_mode == LOSS_MODE else loss_mode
+    if inner in ("clip_cov", "kl_cov") and drops(state.correction):
+        raise ValueError(
+            f"{_LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
+            "the others for its quota"
+        )
     if inner == "geo_mean" and state.acts:
         raise ValueError(
             f"{_LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
@@ -84,9 +135,16 @@ def _refuse_two_corrections(state: VerlPatch, value: Callable[[str], Any]) -> No
             raise ValueError(
                 f"{path} must be null next to the correction of {VARIABLE}, got {value(path)}: one of them corrects"
             )
-    bypass = bool(value(f"{_CORRECTION}.bypass_mode"))
+    for path, default in _OF_THEIR_CORRECTION.items():
+        if value(path) not in (None, default):
+            raise ValueError(f"{path} must be {default}, its default, next to {VARIABLE}, which does not read it")
+    refuse_bypass(state, bool(value(f"{_CORRECTION}.bypass_mode")))
+
+
+def refuse_bypass(state: VerlPatch, bypass: bool) -> None:
+    """Refuse verl's bypass_mode where our correction needs old log-probs, and the reverse."""
     if bypass != state.by_the_loss:
         raise ValueError(
             f"{_CORRECTION}.bypass_mode must be True exactly when correction.old is 'rollout', got {bypass} and "
-            f"old={state.correction.old!r}"
+            f"old={state.correction.old!r}; the asynchronous programs of verl set it in their YAML"
         )

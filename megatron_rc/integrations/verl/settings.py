@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
+from megatron_rc.correction.weight import MODES
 from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
-from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
 from megatron_rc.loss.options import Denominator, Surrogate, check_surrogate
 from megatron_rc.settings.head import LINEAR, LOGITS, Head, HeadOptions
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "MEGATRON_RC_CONFIG"
 LOSS_MODE = "megatron_rc"
 MODULES, PLUGIN = "VERL_USE_EXTERNAL_MODULES", "megatron_rc.integrations.verl.plugin"
-_HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
+HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,12 @@ class VerlSettings(CurrentNames):
         return schema.dump_yaml(schema.to_dict(self), one_line=True)
 
 
+def drops(correction: RolloutCorrection) -> bool:
+    """Whether it drops tokens."""
+    weight = correction.weight
+    return bool(correction.reject) or (weight is not None and MODES[weight.mode].drops)
+
+
 def read(text: str) -> VerlSettings:
     """Settings from a YAML file or its text; ValueError names a wrong field."""
     return schema.from_dict(VerlSettings, schema.load_yaml(text), where=VARIABLE)
@@ -81,6 +86,10 @@ class VerlPatch(HoldsRule):
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     sums: list[MetricSums] = field(default_factory=list)
     """Statistics of the micro-batches that the loss has corrected since the update began, merged into one."""
+    announced: bool = False
+    """Whether this process has said that the patch is on."""
+    has_gaps: bool = False
+    """Whether the trainer lacks a log-prob of a token that the correction of the last rollout dropped."""
 
     @property
     def correction(self) -> RolloutCorrection:
@@ -115,7 +124,7 @@ class VerlPatch(HoldsRule):
     @property
     def watches_update(self) -> bool:
         """Whether the trainer process has anything to do around an update."""
-        return self.in_workers or self.keeps_denominator
+        return self.in_workers or (self.corrects and self.acts)
 
 
 def prepare(
@@ -161,6 +170,8 @@ def refuse_settings(settings: VerlSettings) -> None:
          "surrogate must not be 'cispo' with verl, whose own loss of that name is inner: cispo"),
         (not two_policies and judges_advantages,
          "when must be 'always' unless old is 'rollout': verl corrects a rollout before it computes advantages"),
+        (kept and not (settings.correction and drops(correction)),
+         "denominator must be 'original' with a correction that drops nothing"),
         (by_length(settings.lr_rule) and kept,
          "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"),
         (by_mismatch(settings.lr_rule) and two_policies,
@@ -168,12 +179,3 @@ def refuse_settings(settings: VerlSettings) -> None:
     ):  # fmt: skip
         if wrong:
             raise ValueError(sentence)
-
-
-def get_ppo_ray_runtime_env(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
-    """The host's function, with the settings for every process."""
-    runtime_env = original(*args, **kwargs)
-    variables = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    # the file may exist on this node only
-    variables[VARIABLE] = state.settings.as_text()
-    return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables}}

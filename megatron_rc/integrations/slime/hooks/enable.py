@@ -5,7 +5,9 @@ import sys
 from argparse import Namespace
 
 from megatron_rc.collectives import is_first_process
-from megatron_rc.integrations.slime.family import FAMILY, Member
+from megatron_rc.integrations.flag_rules import refuse
+from megatron_rc.integrations.slime.family import FAMILY, MILES, Member
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P
 from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hooks.check import check
 
@@ -25,7 +27,10 @@ def enable(args: Namespace) -> None:
     Raises:
         ValueError: one sentence naming what to change.
     """
-    values = assignments(args, whole_rollouts=_host().whole_rollouts)
+    host = _host()
+    if host is MILES:
+        refuse([MILES_TOP_P], args, DEFAULTS)
+    values = assignments(args, whole_rollouts=host.whole_rollouts)
     vars(args).update(values)
     check(args)
     if is_first_process():
