@@ -47,34 +47,8 @@ def expected_gradient(world: World, correction: RolloutCorrection) -> Tensor:
 
 SEQUENCE_IS = RolloutCorrection(Weight("sequence", "truncate", upper=INF))
 TOKEN_IS = RolloutCorrection(Weight("token", "truncate", upper=INF))
-SIZE = {"sum": 2.0, "mean": 1.0, "max": 1.5, "min": 0.7}
-"""Bounds grow with what is reduced, so that every gate drops some units and keeps some."""
 CORRECTIONS = {
     **{f"preset {name}": preset.correction for name, preset in PRESETS.items()},
-    **{
-        f"{level} {mode}": RolloutCorrection(Weight(level, mode, None if mode == "truncate" else 0.8, 1.2))
-        for level in ("token", "sequence", "geometric", "segment")
-        for mode in ("truncate", "clip", "mask")
-    },
-    **{
-        f"{statistic} {level} {reduce}": RolloutCorrection(
-            Weight("token", upper=1.3), (Rejection(statistic, level, reduce, lower, upper * SIZE[reduce]),)
-        )
-        for statistic, lower, upper in (
-            ("ratio", 0.6, 1.0),
-            ("k2", None, 0.1),
-            ("k3", 0.001, 0.1),
-            ("abs_log_ratio", None, 0.45),
-            ("prob_diff", -0.1, 0.06),
-        )
-        for level, reduce in (("token", "sum"), *itertools.product(("sequence", "segment"), SIZE))
-    },
-    **{
-        f"standardized {level}": RolloutCorrection(
-            Weight("token", upper=1.3), (Rejection("standardized", level, upper=0.9),)
-        )
-        for level in ("sequence", "segment")
-    },
     "two gates": RolloutCorrection(
         Weight("segment", "clip", 0.7, 1.4),
         (
@@ -90,14 +64,6 @@ def test_the_expected_gradient_is_that_of_the_configured_weights(
     correction: RolloutCorrection, world: World, population: Batch
 ) -> None:
     close(population.run(correction).gradient, expected_gradient(world, correction))
-
-
-def test_configurations_above_drop_some_but_not_all() -> None:
-    """A gate that keeps or drops every sequence of every world would test nothing."""
-    for name, correction in CORRECTIONS.items():
-        if correction.reject and not name.startswith("preset"):
-            weights = [w for world in WORLDS.values() for part in weights_by_the_book(world, correction) for w in part]
-            assert 0.01 < sum(w == 0 for w in weights) / len(weights) < 0.99, name
 
 
 def test_sequence_importance_sampling_is_unbiased_and_has_its_variance(world: World, population: Batch) -> None:
