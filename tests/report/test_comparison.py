@@ -9,14 +9,7 @@ import pytest
 from html_page import Page
 
 from megatron_rc.files import read_csv, write_csv
-from megatron_rc.report.comparison import (
-    ComparedRun,
-    Comparison,
-    ends,
-    range_of,
-    read_compared,
-    sentences,
-)
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, read_compared, sentences
 from megatron_rc.report.comparison_page import heading, write_comparison
 from megatron_rc.report.comparison_picture import draw_comparison
 
