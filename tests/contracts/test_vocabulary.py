@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -65,18 +64,12 @@ WORDS = {
 
 
 @cache
-def names_in(source: str) -> tuple[str, ...]:
+def names_in(source: str) -> set[str]:
     """Classes, functions, and the fields of classes."""
-    return tuple(_names_in(source))
-
-
-def _names_in(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        if isinstance(node, ast.ClassDef):
-            yield from (part.target.id for part in node.body
-                        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name))  # fmt: skip
+    nodes = [*ast.walk(ast.parse(source))]
+    named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    fields = [part for n in named if isinstance(n, ast.ClassDef) for part in n.body if isinstance(part, ast.AnnAssign)]
+    return {n.name for n in named} | {field.target.id for field in fields if isinstance(field.target, ast.Name)}
 
 
 @cache

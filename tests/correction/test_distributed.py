@@ -199,9 +199,7 @@ def test_ranks_together_equal_one_process(ranks: dict[int, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_pair_metrics_over_context_parallel_ranks_equal_one_process(
-    ranks: dict[int, list[dict[str, Any]]], size: int
-) -> None:
+def test_pair_metrics_over_cp_ranks_equal_one_process(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
     batch = whole_batch()
     whole = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
     for rank in ranks[size]:

@@ -60,9 +60,7 @@ CORRECTIONS = {
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_the_expected_gradient_is_that_of_the_configured_weights(
-    correction: RolloutCorrection, world: World, population: Batch
-) -> None:
+def test_the_mean_gradient_follows_the_weights(correction: RolloutCorrection, world: World, population: Batch) -> None:
     close(population.run(correction).gradient, expected_gradient(world, correction))
 
 
@@ -111,9 +109,7 @@ def test_masked_sequence_is_loses_the_expectation_above_its_cap(cap: float, worl
 
 
 @pytest.mark.parametrize("cap", [0.8, 1.5, 3.0])
-def test_truncated_sequence_is_is_biased_by_the_excess_over_its_cap(
-    cap: float, world: World, population: Batch
-) -> None:
+def test_truncated_sequence_is_is_biased_by_what_exceeds_its_cap(cap: float, world: World, population: Batch) -> None:
     gradient = population.run(RolloutCorrection(Weight("sequence", "truncate", upper=cap))).gradient
     f = world.reward[:, None, None] * world.scores()
     excess = world.probability(world.mu.log()) * (world.rho() - cap).clamp(min=0)
@@ -165,9 +161,7 @@ def test_divergence_metrics_are_the_divergences(world: World, population: Batch)
         assert values[name] == pytest.approx(value, rel=1e-9), name
 
 
-def test_the_kl_term_and_its_gradient_are_those_of_kl_pi_ref_under_both_samplers(
-    world: World, population: Batch
-) -> None:
+def test_the_kl_term_and_gradient_are_those_of_kl_pi_ref_under_both_samplers(world: World, population: Batch) -> None:
     on_policy = World(world.length, world.stops, world.turn, world.seed, gap=0.0)
     for one, batch, old in ((world, population, population.rollout), (on_policy, Batch.population(on_policy), None)):
         theta = one.theta.clone().requires_grad_()

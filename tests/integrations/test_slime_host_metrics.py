@@ -48,9 +48,7 @@ def test_every_number_is_that_of_slimes_example(key: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("host", TREES)
 @pytest.mark.parametrize("key", SETTINGS)
-def test_every_number_is_that_of_the_example_in_the_hosts_source(
-    key: str, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_number_is_that_of_the_hosts_own_example(key: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.environ.get(TREES[host][0]):
         pytest.skip(f"{TREES[host][0]} names no source tree of {host}")
     alone(monkeypatch)

@@ -217,16 +217,12 @@ def test_every_rank_has_all_layers_of_its_tokens() -> None:
 SIZES = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 3)]
 
 
-def shapes(seed: int) -> list[tuple[int, int]]:
-    chance = random.Random(seed)
-    return [(chance.randint(1, 9), chance.randint(0, 9)) for _ in range(6)]
-
-
 @pytest.mark.parametrize(("size", "rank"), SIZES)
 @pytest.mark.parametrize("padded", [None, 20])
 def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padded: int | None) -> None:
     for seed in range(20):
-        whole = rollout(seed, shapes(seed))
+        chance = random.Random(seed)
+        whole = rollout(seed, [(chance.randint(1, 9), chance.randint(0, 9)) for _ in range(6)])
         batch = micro_batch(whole, rank, size, padded)
         layout = Layout.of(whole.totals, whole.responses, batch["max_seq_lens"], rank, size)
         assert sum(layout.counts) == sum(map(len, batch["log_probs"]))

@@ -83,9 +83,7 @@ def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool)
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize(("correction", "old_is_mu"), [(TWO_POLICIES, True), (NEGATIVE, False)])
-def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
-    correction: dict[str, Any], old_is_mu: bool, joined: bool, tree: Path
-) -> None:
+def test_tis_equals_the_hook_loss(correction: dict[str, Any], old_is_mu: bool, joined: bool, tree: Path) -> None:
     installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     if old_is_mu:
@@ -129,9 +127,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("correction", "changes", "sentence"), REFUSED)
-def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
-    correction: Any, changes: dict[str, Any], sentence: str, tree: Path
-) -> None:
+def test_what_tis_cannot_do_is_refused_too(correction: Any, changes: dict[str, Any], sentence: str, tree: Path) -> None:
     installed(tree, SLIME.tis_caller, BOTH)
     with pytest.raises(ValueError, match=sentence):
         slime.check(arguments(megatron_rc={"correction": correction}, **changes, **TIS))
@@ -141,9 +137,7 @@ def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
     ("sources", "passes"),
     [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, LATER], True), (["pass\n"], False)],
 )
-def test_settings_pass_where_every_host_that_is_found_hands_both_over(
-    sources: list[str], passes: bool, tree: Path
-) -> None:
+def test_settings_pass_where_every_host_found_hands_both_over(sources: list[str], passes: bool, tree: Path) -> None:
     for member, source in zip(FAMILY, sources, strict=False):
         installed(tree, member.tis_caller, source)
     hands_over_both.cache_clear()

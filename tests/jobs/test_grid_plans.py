@@ -97,9 +97,7 @@ def test_no_cell_is_started_that_would_end_after_the_budget_and_the_same_command
     assert len(clock) == len(set(clock)) == 6 and "are left" not in capsys.readouterr().err
 
 
-def test_a_budget_spent_on_the_grid_before_is_no_error(
-    clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spent_budget_is_no_error(clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = [grid_of(tmp_path / "a", cells=GROUPS[:1]), grid_of(tmp_path / "b", cells=GROUPS)]
     grids.run_and_write_all(plan, {}, budget=Budget(minutes=0.5, started=0.0))
     assert clock == ["a: exact-none seed 1"]
@@ -130,9 +128,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[Path, JobSettings]:
     return jobs
 
 
-def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up(
-    trained: dict[Path, JobSettings], tmp_path: Path
-) -> None:
+def test_command_line_values_change_cells_and_no_warm_up(trained: dict[Path, JobSettings], tmp_path: Path) -> None:
     grid = grid_of(tmp_path, cells=GROUPS[:1], arguments=["train.steps=5", "warmup.steps=3", "rollout.engine=sglang"])
     [cell] = grids.cells(grid)
     grids._run_cell(grid, cell)
@@ -147,9 +143,7 @@ def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up
     assert not (tmp_path / "without/warm").exists()
 
 
-def test_grids_with_the_same_warm_up_share_it_and_others_are_refused(
-    trained: dict[Path, JobSettings], tmp_path: Path
-) -> None:
+def test_grids_of_one_warm_up_share_it_others_are_refused(trained: dict[Path, JobSettings], tmp_path: Path) -> None:
     shared = {"warm_folder": "../warm", "cells": [{"gap": "lag", "seeds": [2, 3]}]}
     a, b = (grid_of(tmp_path / name, **shared) for name in ("a", "b"))
     assert grids.warm(a) == grids.warm(b) and len(trained) == 2

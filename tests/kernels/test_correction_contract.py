@@ -41,9 +41,7 @@ pytestmark += [pytest.mark.usefixtures("small_chunks")]
         ("backend", "backend must be"),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused_by_name_and_computed_by_pytorch_under_auto(
-    change: str, message: str
-) -> None:
+def test_what_kernels_cannot_take_is_refused_by_name_and_pytorchs_under_auto(change: str, message: str) -> None:
     gate = Rejection("x", "sequence", "max", upper=1.0, when="negative_advantage")
     arguments: dict[str, Any] = {
         "train_logprobs": torch.zeros(3),

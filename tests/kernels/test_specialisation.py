@@ -113,9 +113,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
-def test_every_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_of_its_call_touch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_touch(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Tensor] = []
     guards: dict[str, list[Tensor]] = {}
     touched: list[Tensor] = []

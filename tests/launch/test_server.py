@@ -110,9 +110,7 @@ def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: 
     assert "no server to stop" in stopped(tmp_path)[1]
 
 
-def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(
-    tmp_path: Path, bystander: subprocess.Popen[bytes]
-) -> None:
+def test_stop_spares_who_only_has_the_servers_number(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
     (tmp_path / "server.pid").write_text(f"{bystander.pid} 12345\n")
     assert "had ended already" in stopped(tmp_path)[1]
     assert bystander.poll() is None
@@ -128,9 +126,7 @@ def test_a_keeper_spares_who_only_has_the_number_of_its_group(bystander: subproc
     assert bystander.wait(600) == -signal.SIGTERM
 
 
-def test_a_background_server_ends_with_the_process_it_is_bound_to(
-    tmp_path: Path, bystander: subprocess.Popen[bytes]
-) -> None:
+def test_a_background_server_ends_with_what_it_is_bound_to(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
     manager = Manager(tmp_path, "--background", "--stop-with", bystander.pid)
     group = manager.until_it_serves()
     manager.ended()

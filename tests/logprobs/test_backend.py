@@ -30,9 +30,7 @@ def _kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_kernels_run_here")
 @pytest.mark.parametrize("version", ["3.4.0", "3.3.1+git1234", "2.3.1", None])
-def test_auto_computes_with_torch_where_triton_is_missing_or_too_old(
-    version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_torch_where_triton_is_absent_or_old(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "triton is not installed"
     if version is None:
         monkeypatch.setattr(backend, "find_spec", lambda name: None)
@@ -46,9 +44,7 @@ def test_auto_computes_with_torch_where_triton_is_missing_or_too_old(
 
 @pytest.mark.usefixtures("_kernels_run_here")
 @pytest.mark.parametrize("version", ["3.5.0", "3.5.1+gitabc", "4.0.0"])
-def test_auto_computes_with_the_kernels_where_triton_is_new_enough(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_the_kernels_where_triton_is_new_enough(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
     assert backend.use_triton("auto", rows=ROWS)
 

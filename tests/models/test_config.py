@@ -84,9 +84,7 @@ def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
         (MOE | {"moe_intermediate_size": 25}, {"tensor": 2}, "moe_intermediate_size must be divisible by parallel.te"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_by_field(
-    fields: dict[str, Any], parallel: dict[str, int], named: str
-) -> None:
+def test_a_misfit_layout_is_refused_by_field(fields: dict[str, Any], parallel: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         check_model(hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
 
@@ -157,9 +155,7 @@ print(json.dumps([
     ],
     ids=["TransformerEngine", "Apex"],
 )  # fmt: skip
-def test_optional_libraries_are_used_where_installed(
-    installed: list[str], adam: str, fusions: list[bool], layers: list[str]
-) -> None:
+def test_installed_libraries_are_used(installed: list[str], adam: str, fusions: list[bool], layers: list[str]) -> None:
     hf = hf_config_dict(ModelSettings(config=DENSE))
     command = [sys.executable, "-c", _WITH_STAND_INS, json.dumps(hf), *installed]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -330,9 +326,7 @@ def test_a_missing_package_file_or_folder_is_named(tmp_path: Path, monkeypatch: 
         convert(str(tmp_path / "out/mine"), tmp_path / "out")
 
 
-def test_another_continuation_than_that_of_the_file_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_continuation_than_the_files_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "tiny.gguf", Kind.F16)
     from megatron_rc.models import gguf as module
 

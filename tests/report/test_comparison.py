@@ -110,9 +110,7 @@ def test_the_picture_follows_its_rows_and_nothing_else(tmp_path: Path) -> None:
     assert first == again != other
 
 
-def test_the_title_of_the_picture_counts_the_seeds_that_separated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pictures_title_counts_the_seeds_that_separated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # letters of an SVG are paths unless the font is left to the reader
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     for runs, said in (

@@ -249,9 +249,7 @@ def errors(model: Any, samples: Sequence[Sample]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8-cache"])
-def test_decoding_rounds_what_a_full_forward_with_rounded_numbers_rounds(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_rounds_what_a_full_rounded_forward_rounds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers_model(KINDS["dense"]).eval()
     engine = EmbeddedEngine(KINDS["dense"], dtype="fp32", device="cpu", quantize=kind)
     engine.update_weights(model.state_dict().items(), 1)

@@ -29,9 +29,7 @@ LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 @given(
     lengths=LENGTHS, data_size=st.integers(1, 4), max_tokens=st.integers(50, 2000), fixed=st.none() | st.integers(1, 5)
 )
-def test_every_sequence_is_in_exactly_one_micro_batch_and_ranks_have_equally_many(
-    lengths, data_size, max_tokens, fixed
-):
+def test_every_sequence_is_in_one_micro_batch_and_ranks_have_equally_many(lengths, data_size, max_tokens, fixed):
     division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens, micro_batches=fixed)
     placed = [s for share in division for micro_batch in share for s in micro_batch if s >= 0]
     assert sorted(placed) == list(range(len(lengths)))

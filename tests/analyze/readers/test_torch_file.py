@@ -90,9 +90,7 @@ def test_many_views_of_one_storage_are_read_apart(tmp_path: Path):
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_numbers_texts_lists_and_dictionaries_come_back_in_every_protocol_that_torch_can_write(
-    protocol: int, tmp_path: Path
-):
+def test_numbers_texts_lists_and_dictionaries_come_back_in_every_protocol_of_torch(protocol: int, tmp_path: Path):
     shared = (1, (2.5, None))
     value = {"a": [shared, shared, 70_000, 300, -1, 2**70, True, "x"], "b": (1, {3: "\n"}), "c": [1.5] * 3}
     value |= {"d": OrderedDict(e=1), "f": [[]] * 2, "g": list(range(-(10**5), 10**5, 999))}

@@ -115,9 +115,7 @@ def after(first: float, *others: float) -> list[float]:
     ],
     ids=["flat", "grows", "grows a little", "grows by nothing", "begins with the first sync", "large", "no number"],
 )
-def test_a_course_of_gaps_is_judged_by_its_growth_and_by_its_first_sync(
-    noises: Sequence[float], status: str, sentence: str
-) -> None:
+def test_gaps_are_judged_by_their_growth_and_first_sync(noises: Sequence[float], status: str, sentence: str) -> None:
     random = np.random.default_rng(5)
     found = SYNCS["same-weights"].run(Course("tensor", [random.normal(0, noise, 1024) for noise in noises]))
     assert found.status == status and sentence in found.found

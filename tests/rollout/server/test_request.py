@@ -93,9 +93,7 @@ DAMAGES: list[tuple[SamplingParams, RouteShape | None, dict[str, list[str]]]] = 
     [(params, routes, reason, damage)
      for params, routes, by_reason in DAMAGES for reason, damages in by_reason.items() for damage in damages],
 )  # fmt: skip
-def test_every_damage_is_refused_by_its_name(
-    params: SamplingParams, routes: RouteShape | None, reason: str, damage: str
-) -> None:
+def test_every_damage_is_named(params: SamplingParams, routes: RouteShape | None, reason: str, damage: str) -> None:
     asked = request(params, routes=routes)
     asked.piece(answer(asked))
     assert reason_of(asked, answer(asked, damage)) == reason

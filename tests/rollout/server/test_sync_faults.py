@@ -31,9 +31,7 @@ def give_up_soon(server: Any) -> None:
 @pytest.mark.parametrize(
     ("transport", "path"), [*PATH.items(), *(("tensor", path) for path in (*CONTROL, "/end_weight_update"))]
 )
-def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_goes_on(
-    start, tmp_path, transport, path, fault
-):
+def test_wherever_a_server_fails_it_is_out_and_paused_and_the_other_goes_on(start, tmp_path, transport, path, fault):
     job, good, bad = start(transport, tmp_path)
     job.update(1, version=1)
     bad.fail(path, fault)
