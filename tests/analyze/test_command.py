@@ -1,8 +1,9 @@
-"""The command `megatron-rc analyze`: whatever it is given, one sentence; machine-readable output that parses."""
+"""The command `megatron-rc analyze`, of one dump or two: one sentence for what is wrong, and one screen."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,10 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS
 from refusals import Ended, run
-from simulated_dumps import TRAPS, world, write_dump
+from simulated_dumps import TRAPS, diagnosed, honest, small_honest, world, write_dump
 
-from megatron_rc.analyze import output
+from megatron_rc.analyze import output, terminal
+from megatron_rc.analyze.comparison import NOISE, Comparison, compare
 from megatron_rc.analyze.conditions import Outcome
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules import RULES, Judgement
+from megatron_rc.analyze.rules.rule import HOSTS, Level, Verdict
 from megatron_rc.exit_status import ExitStatus
 
 RESPONSES, LENGTH = 24, 30
@@ -175,3 +181,104 @@ def test_an_analysis_without_what_if_imports_no_torch(source: Path | None, optio
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
+
+
+def line(found: Comparison, name: str) -> tuple[float, float, float]:
+    one = next(line for line in found.lines if line.name == name)
+    assert one.p is not None
+    return one.before, one.after, one.p
+
+
+def test_two_dumps_of_one_engine_differ_by_chance_alone() -> None:
+    pairs = 200
+    low, worse = np.zeros(3), 0
+    for seed in range(pairs):
+        found = compare(*(diagnosed(small_honest(2 * seed + side, length=40)) for side in (0, 1)))
+        # uncorrected, the smallest of three tests would be below 0.05 in 14 %
+        low += [line(found, name)[2] < 0.05 for name in ("k3", NOISE, "mean ratio")]
+        worse += any(one.worse for one in found.lines)
+    assert worse / pairs <= 0.01 + 4 * np.sqrt(0.01 * 0.99 / pairs)
+    assert (low / pairs <= 0.05 + 4 * np.sqrt(0.05 * 0.95 / pairs)).all(), low
+
+
+def test_a_doubled_noise_is_worse_and_the_way_back_is_not() -> None:
+    one, two = (diagnosed(honest(world(seed, noise, 48))) for seed, noise in ((1, 0.03), (2, 0.06)))
+    found = compare(one, two)
+    before, after, p = line(found, NOISE)
+    assert found.worse and after / before == pytest.approx(2, rel=0.1) and p < 1e-6
+    assert not compare(two, one).worse
+
+
+def test_a_policy_that_is_less_sure_is_not_a_noisier_engine() -> None:
+    sides = [world(seed, sequences=48) for seed in (1, 2)]
+    for w, sharpness in zip(sides, (4.0, 0.5), strict=True):
+        w.noisy += (sharpness - 1) * w.logits
+        w.logits *= sharpness
+    found = compare(*(diagnosed(honest(w)) for w in sides))
+    before, after, p = line(found, "k3")
+    assert after > 1.2 * before and p < 0.01
+    before, after, _ = line(found, NOISE)
+    assert after == pytest.approx(before, rel=0.1)
+
+
+def test_the_command_fails_where_a_finding_appears_and_hides_what_it_names(tmp_path: Path) -> None:
+    names = {"good": "honest", "bad": "one stale server"}
+    good, bad = (write_dump(TRAPS[t][1](world(1, sequences=48)), tmp_path / f"{n}.parquet") for n, t in names.items())
+    ended = run("analyze", good, bad)
+    assert (
+        ended.status == ExitStatus.WRONG and "WORSE: RC303 appeared" in ended.stdout and "server c has" in ended.stdout
+    )
+    shared = run("analyze", good, bad, "--share", "--json")
+    told = json.loads(shared.stdout)
+    assert shared.status == ExitStatus.WRONG and [one["code"] for one in told["appeared"]] == ["RC303"]
+    assert "server c" not in shared.stdout
+    back = run("analyze", bad, good)
+    assert back.status == 0 and "Went: RC303" in back.stdout and not (tmp_path / "analysis.html").exists()
+
+
+@pytest.mark.parametrize("option", [("--require", "k3<1"), ("--rc", "rc.yaml"), ("--what-if",), ("--host", "verl")])
+def test_an_option_for_one_dump_is_refused_with_two(option: tuple[str, ...], tmp_path: Path) -> None:
+    path = write_dump(honest(world(1, sequences=8)), tmp_path / "dump.parquet")
+    ended = run("analyze", path, path, *option)
+    assert ended.is_refusal() and f"{option[0]} goes with one dump" in ended.stderr
+
+
+ROOT = Path(__file__).parents[2]
+SCREEN = 40
+SOURCE = "/data/runs/qwen3-30b-a3b/dump/rollouts-000123.parquet"
+
+
+def diagnosis_named(name: str) -> Diagnosis:
+    return diagnosis_of([TRAPS[name][1](world(1, sequences=32))], SOURCE, "megatron-rc Parquet", CorruptRows())
+
+
+def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
+    diagnosis = diagnosis_named("renormalised top-p .95")
+    (verdict,) = diagnosis.verdicts
+    more = [Verdict(code, Level.BUG, verdict.sentence, {}, 1e-9, 0.5) for code in ("RC303", "RC301", "RC104")]
+    evidence = replace(diagnosis.evidence, damaged={"nan": 3, "positive": 4}, damaged_places=[1, 2, 3, 4, 5])
+    missing = {code: list(rule.needs) for code, rule in RULES.items() if rule.needs}
+    worst = replace(
+        diagnosis,
+        evidence=replace(evidence, columns=frozenset()),
+        judgement=Judgement([verdict, *more], missing, {"RC205": "RC102", "RC501": "RC102"}),
+        corrupt=CorruptRows(9, 2, [f"{SOURCE}, row 17: old_logprobs has 3 values, rollout_logprobs has 4"]),
+        ignored=["3 files of no known format are not read, such as notes.txt", "1 file of slime is not read"],
+    )
+    text = terminal.text(worst)
+    assert len(text.splitlines()) <= SCREEN, text
+    said = ("9 corrupt rows; 2 damaged files", "row 17", "notes.txt", "nan (3), positive (4) log-probs")
+    assert [words for words in said if words not in text] == []
+
+
+def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
+    diagnosis = diagnosis_named("renormalised top-p .95")
+    assert "Fixes: megatron-rc explain RC102" in terminal.text(diagnosis)
+    assert not [host for host in HOSTS if f"{host}:" in terminal.text(diagnosis)]
+    text = " ".join(terminal.text(diagnosis, host="TRL").split())
+    assert f"RC102 in TRL: {diagnosis.verdicts[0].page.fixes['TRL']}" in text
+    with pytest.raises(ValueError, match="unknown codebase 'trl2'; known: verl, slime"):
+        terminal.host_named("trl2")
+    assert terminal.host_named("megatron-lm") == "Megatron-LM"
+    with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
+        terminal.host_named("prime-rl")

@@ -71,9 +71,7 @@ def dump_of(size: int, right: Sequence[int]) -> OutcomeFilter:
 
 @pytest.mark.parametrize(("size", "count"), [(2, 5), (3, 4), (5, 4), (6, 3)])
 @pytest.mark.parametrize("shares", [(0.5,), (0.2,), (0.1, 0.5, 0.9), (0.02, 0.98)])
-def test_no_unfiltered_dump_has_more_than_the_chance_that_is_named(
-    size: int, count: int, shares: tuple[float, ...]
-) -> None:
+def test_no_unfiltered_dump_has_more_than_the_chance_named(size: int, count: int, shares: tuple[float, ...]) -> None:
     """Exact: over all numbers of right responses, for prompts of these difficulties with equal chances."""
     chances = [
         float(np.mean([math.comb(size, k) * share**k * (1 - share) ** (size - k) for share in shares]))

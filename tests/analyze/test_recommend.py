@@ -86,9 +86,7 @@ def test_the_agreement_is_low_at_the_border_between_two_levels() -> None:
         ({"length": 7, "size": 3.0}, " times the largest tested (3.4)"),
     ],
 )
-def test_beyond_what_the_lab_tested_the_dimension_the_factor_and_the_direction_are_said(
-    given: dict[str, float], missing: str
-) -> None:
+def test_beyond_the_labs_tests_dimension_factor_and_direction_are_said(given: dict[str, float], missing: str) -> None:
     found = noise(**{"size": 0.2, "sequences": 400} | given).recommendation
     assert "untested here" in found.headline
     assert any(missing in each for each in found.untested) and missing in found.reason

@@ -1,15 +1,18 @@
-"""The statistics behind a diagnosis, against known laws and against the plain way to compute them."""
+"""The statistics behind a diagnosis, against known laws and the plain way; honest batches raise no alarm."""
 
 import math
 import tracemalloc
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 from simulated_dumps import evidence_of, one_stale_server, small_honest, world
 
-from megatron_rc.analyze import diagnose
+from megatron_rc.analyze import atlas, diagnose
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
-from megatron_rc.analyze.statistics import growth
+from megatron_rc.analyze.rules import judge
+from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.statistics import displacement, growth
 from megatron_rc.analyze.statistics.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.statistics.growth import GrowthSums
 from megatron_rc.analyze.statistics.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
@@ -162,3 +165,70 @@ def test_a_dump_of_damaged_responses_alone_says_what_is_wrong_with_them() -> Non
 def test_a_horizon_of_one_token_is_one_token() -> None:
     reaches = [growth.Growth(np.zeros(1), 0.5, 1.0, 1.0, tokens).reach for tokens in (1.2, 1234.5, math.inf)]
     assert reaches == ["1 token", "1,234 tokens", "no limit"]
+
+
+def of_noise(sigma: float, tokens: int = 60_000) -> Chunk:
+    """Tokens that mu drew, whose log-odds the trainer sees displaced by normal noise."""
+    rng = np.random.default_rng(0)
+    odds, eps = rng.normal(2, 4, tokens), rng.normal(0, sigma, tokens)
+    pi, mu = -np.log1p(np.exp(-odds)), -np.log1p(np.exp(eps - odds))
+    return Chunk(log_pi=pi, log_mu=mu, cu_seqlens=np.array([0, tokens]), tokens={}, sequences={})
+
+
+def test_noise_on_logits_is_found_at_every_confidence() -> None:
+    for one in displacement.by_confidence(of_noise(0.1), 500):
+        assert one is not None
+        assert one.mean_size == pytest.approx(0.1 * np.sqrt(2 / np.pi), rel=0.05)
+        assert (one.low, one.high) == pytest.approx((-0.164, 0.164), abs=0.01)
+
+
+def test_a_range_of_few_tokens_has_no_value_and_certain_tokens_have_no_log_odds() -> None:
+    assert displacement.by_confidence(of_noise(0.1, 40), 30) == [None] * 5
+    p = np.array([1e-8, 0.3, 0.999, 1 - 1e-6])
+    np.testing.assert_allclose(displacement.log_odds(np.log(p)), np.log(p) - np.log1p(-p), rtol=1e-9)
+    assert np.isfinite(displacement.log_odds(np.array([0.0, -1e-12]))).all()
+
+
+def test_every_curve_of_the_atlas_has_a_value_for_each_range() -> None:
+    curves = atlas.by_confidence()
+    assert "Qwen1.5-MoE-A2.7B, bf16" in curves
+    assert {len(values) for values in curves.values()} == {len(displacement.EDGES) - 1}
+
+
+LEVEL = 0.05
+TRUE_EFFECT = "|l| by logged log-prob"
+"""|l| does depend on the log-prob in honest dumps; no rule calls that a bug."""
+ONE_SIDED = ("mean l", "alignment")
+"""Their p-values are uniform at the edge of what is honest and larger inside of it."""
+FEWEST = 400
+"""Decided batches from which a rate is compared: a test of few tokens is mostly undecided."""
+
+
+@pytest.mark.parametrize("batches", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_false_alarms_of_tests_rules_and_reports_are_within_the_binomial_interval(batches: int) -> None:
+    decided: dict[str, list[bool]] = defaultdict(list)
+    reports: list[float] = []
+    answers: Counter[tuple[str, Level]] = Counter()
+    for seed in range(batches):
+        evidence = evidence_of(small_honest(seed, length=40))
+        for test in evidence.tests:
+            if test.p is not None:
+                decided[test.name].append(test.p < LEVEL)
+        reports.append(min(p for name, p in evidence.adjusted.items() if name != TRUE_EFFECT))
+        answers.update((verdict.code, verdict.level) for verdict in judge(evidence).verdicts)
+
+    def upper(rate: float, count: int) -> float:
+        return rate + 4 * float(np.sqrt(rate * (1 - rate) / count))
+
+    compared = {name: hits for name, hits in decided.items() if len(hits) >= FEWEST * batches / 1000}
+    assert {"z_rho of the dump", "z_W of the dump", "|l| by server", "|l| by position in the response"} <= set(compared)
+    for name, hits in compared.items():
+        rate, most = float(np.mean(hits)), upper(LEVEL, len(hits))
+        assert name == TRUE_EFFECT or rate <= most, f"{name}: {rate:.3f} of {len(hits)}"
+        if not name.startswith((*ONE_SIDED, TRUE_EFFECT)):
+            assert rate >= 2 * LEVEL - most, f"{name}: {rate:.3f} of {len(hits)}"
+    assert np.mean(np.array(reports) < LEVEL) <= upper(LEVEL, batches)
+    assert answers["RC501", Level.NUMERICS] >= batches * (1 - upper(0.01, batches))
+    for (code, level), count in answers.items():
+        assert level is Level.NUMERICS or count <= batches * upper(0.01, batches), f"{code} {level}: {count}"
+        assert level is not Level.BUG

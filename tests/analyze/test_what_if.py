@@ -14,7 +14,6 @@ from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 
 from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
@@ -258,14 +257,10 @@ def test_the_table_of_a_dump_is_always_the_same(monkeypatch: pytest.MonkeyPatch)
     assert 400 < few.tokens <= 500 and few.sequences < 60
 
 
-def diagnosis_with_rewards(chunk: Chunk) -> Diagnosis:
-    reward = np.random.default_rng(1).integers(0, 2, chunk.num_sequences).astype(float)
-    columns = {**chunk.sequences, "reward": reward, "advantage": reward - reward.mean()}
-    return diagnosed(dataclasses.replace(chunk, sequences=columns))
-
-
 def test_the_terminal_shows_eight_methods_and_the_recommended_one_first() -> None:
-    diagnosis = diagnosis_with_rewards(policy_lag(world(1, sequences=60)))
+    chunk, reward = policy_lag(world(1, sequences=60)), np.random.default_rng(1).integers(0, 2, 60).astype(float)
+    columns = {**chunk.sequences, "reward": reward, "advantage": reward - reward.mean()}
+    diagnosis = diagnosed(dataclasses.replace(chunk, sequences=columns))
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the test
     terminal.show_what_if(diagnosis, console=console)
     rows, _, reason = console.export_text().strip().partition("A dash: ")

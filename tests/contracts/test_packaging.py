@@ -64,9 +64,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path,
 
 
 @pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
-def test_a_real_triton_kernels_wins_and_without_one_launched_children_find_none(
-    hook: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_a_real_triton_kernels_wins_else_children_find_none(hook: str, checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
     python = installed(build(checkout, hook, tmp_path / "dist"), tmp_path / "venv")
     home = tmp_path if hook == "build_wheel" else checkout

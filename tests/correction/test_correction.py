@@ -47,9 +47,7 @@ def check(batch: Case, correction: RolloutCorrection, tolerance: float = 1e-5) -
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12)
 @given(lengths=LENGTHS, seed=st.integers(0, 999))
-def test_every_level_and_mode_follows_its_definition(
-    level: str, mode: str, normalize: Any, lengths: list[int], seed: int
-) -> None:
+def test_weights_follow_their_definition(level: str, mode: str, normalize: Any, lengths: list[int], seed: int) -> None:
     check(case(lengths, seed=seed), RolloutCorrection(weight(level, mode), normalize=normalize))
 
 
@@ -78,9 +76,7 @@ def test_every_preset_follows_its_definition(name: str, lengths: list[int], seed
 
 @settings(max_examples=30)
 @given(lengths=LENGTHS, seed=st.integers(0, 999), data=st.data())
-def test_a_weight_and_several_gates_together_follow_their_definition(
-    lengths: list[int], seed: int, data: st.DataObject
-) -> None:
+def test_a_weight_with_gates_follows_their_definition(lengths: list[int], seed: int, data: st.DataObject) -> None:
     gates = tuple(
         Rejection(name, data.draw(st.sampled_from(["token", "sequence", "segment"])), "mean", *STATISTICS[name])
         for name in data.draw(st.lists(st.sampled_from([*STATISTICS]), max_size=3))

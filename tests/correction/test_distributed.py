@@ -10,11 +10,17 @@ from context_slice import context_slice, numbered_batch
 from correction_book import Case, case
 from distributed import run_ranks
 from extras import correct
+from route_sets import random_routes
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.correct import pair_metrics
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.scale import loss_scale
+from megatron_rc.moe.shift import expert_shift
+from megatron_rc.moe.tables import MoeShape, RouteTable
 
 LENGTHS = (7, 0, 30, 5, 1, 16, 9)
 # uneven; of three data-parallel ranks one holds nothing
@@ -193,9 +199,7 @@ def test_ranks_together_equal_one_process(ranks: dict[int, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_pair_metrics_over_context_parallel_ranks_equal_one_process(
-    ranks: dict[int, list[dict[str, Any]]], size: int
-) -> None:
+def test_pair_metrics_over_cp_ranks_equal_one_process(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
     batch = whole_batch()
     whole = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
     for rank in ranks[size]:
@@ -209,3 +213,39 @@ def test_context_parallelism_costs_one_collective_for_decisions_one_for_metrics_
     for rank in ranks[2]:
         expected = [gather, "|", gather, gather, "|", gather, gather, "|", "all_reduce", "|"]
         assert rank["collectives"] == [*expected, *[gather] * 3]
+
+
+OF_OWN_TOKENS = RolloutCorrection(Weight("segment", "mask", 0.5, 2.0), (Rejection("k3", upper=0.5),), normalize="batch")
+
+
+def without_groups(rank: int) -> dict[str, Any]:
+    """What a rank gets from its own tokens: a group of None means no communication."""
+    batch = case([9, 0, 12], seed=rank)
+    corrected = correct(*batch.arguments, correction=OF_OWN_TOKENS, dp_group=None, cp_group=None, **batch.options)
+    pair = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, cp_group=None)
+    means = MetricSums.of_means({"entropy": (torch.tensor(rank + 1.0), torch.tensor(2.0))})
+    chosen, sampled = random_routes((21, 2, 2), seed=rank)
+    shape = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=int(max(chosen.max(), sampled.max())) + 1)
+    shift = expert_shift(RouteTable(shape, chosen), RouteTable(shape, sampled), batch.mask)
+    scale = loss_scale(
+        batch.mask, corrected.mask, aggregation="seq-mean-token-mean", cu_seqlens=batch.cu_seqlens,
+        dp_group=None, cp_group=None,
+    )  # fmt: skip
+    logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    return {
+        "weights": corrected.weights.tolist(),
+        "correct": corrected.metrics.all_reduce(None).values(),
+        "pair": pair.all_reduce(None).values(),
+        "means": means.all_reduce(None).values(),
+        "shift": {n: v for n, v in shift.sums.all_reduce(None).values().items() if isinstance(v, float)},
+        "scale": scale.tolist(),
+        "logprobs": vocab_parallel_logprobs(logits, torch.arange(4), tp_group=None).tolist(),
+    }
+
+
+def test_without_groups_ranks_of_one_world_get_their_own_answers() -> None:
+    found = run_ranks(2, without_groups)
+    for name in found[0]:
+        for rank in (0, 1):
+            assert found[rank][name] == pytest.approx(without_groups(rank)[name], nan_ok=True), name
+        assert found[0][name] != found[1][name], name

@@ -152,9 +152,7 @@ def test_the_check_refuses_policies_further_apart_than_max_k3() -> None:
     pair_metrics(*case([50], gap=0.3).arguments, sequences=False).prefixed("current_old/").check(max_k3=1e-9)
 
 
-def test_a_large_k3_is_warned_of_once_where_no_bound_is_set(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_k3_without_bound_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarms, "_warned", set())
     near, far = (pair_metrics(*case([99], gap=gap).arguments, sequences=False) for gap in (0.2, 0.9))
     near.check()

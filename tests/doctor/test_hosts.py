@@ -63,9 +63,7 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
         (("core/package_info.py", "MINOR = 19", "MINOR = 16"), "version", "0.16.2, and patch knows 0.17, 0.18"),
     ],
 )
-def test_what_the_patch_was_not_made_for_is_an_error(
-    stub: Path, change: tuple[str, str, str], check: str, sentence: str
-) -> None:
+def test_a_changed_host_is_an_error(stub: Path, change: tuple[str, str, str], check: str, sentence: str) -> None:
     file, before, after = change
     (stub / file).write_text((stub / file).read_text().replace(before, after))
     (finding,) = [f for name, f in found().items() if name.endswith(check)]

@@ -173,9 +173,7 @@ def test_documented_columns_are_the_columns_of_the_schema() -> None:
     assert documented == [(field.name, str(field.type)) for field in SCHEMA]
 
 
-def test_documented_snippets_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_snippets_in_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     samples = example_samples()
     DumpWriter(tmp_path / "runs/run/dump").write(4, example_batch(samples), samples=samples, seeds=[1, 2, 3])
     monkeypatch.chdir(tmp_path)

@@ -35,9 +35,7 @@ def test_a_folder_takes_the_place_of_the_one_that_had_its_name(tmp_path: Path) -
         (b"[1]", "a.json must hold a JSON object, got list"),
     ],
 )
-def test_json_that_is_not_an_object_is_one_sentence_naming_the_file(
-    tmp_path: Path, content: bytes | None, sentence: str
-) -> None:
+def test_other_json_than_an_object_names_the_file(tmp_path: Path, content: bytes | None, sentence: str) -> None:
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content)

@@ -68,9 +68,7 @@ def test_pretrain_of_the_newest_wheel_logs_the_correction_and_decays(unpacked: d
 @pytest.mark.full
 @pytest.mark.parametrize("version", WHEELS or ["none"])
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_a_restarted_pretrain_goes_on_with_the_decay(
-    unpacked: dict[str, Path], version: str, form: str, tmp_path: Path
-) -> None:
+def test_a_restart_goes_on_with_the_decay(unpacked: dict[str, Path], version: str, form: str, tmp_path: Path) -> None:
     whole = pretrain(unpacked[version], SETTINGS)
     save = ("--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1")
     first = pretrain(unpacked[version], SETTINGS, "--ckpt-format", form, *save)

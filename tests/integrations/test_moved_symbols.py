@@ -27,9 +27,7 @@ def run(host: str, tree: Path) -> tuple[int, list[str]]:
         ("ppo_utils", "", 1, "gone; nothing defines ppo_policy_loss"),
     ],
 )  # fmt: skip
-def test_a_symbol_is_as_expected_changed_moved_or_gone(
-    name: str, source: str, status: int, line: str, tmp_path: Path
-) -> None:
+def test_symbols_stay_change_move_or_are_gone(name: str, source: str, status: int, line: str, tmp_path: Path) -> None:
     folder = tmp_path / "skyrl/backends/skyrl_train/utils"
     folder.mkdir(parents=True)
     (folder / f"{name}.py").write_text(source)

@@ -31,9 +31,7 @@ def answers(module: ModuleType) -> list[tuple[str, int]]:
     return [call() for call in [*calls, trainer.table["ppo"], module.ordered["ppo"]]]
 
 
-def test_aliases_class_attributes_dicts_and_lists_are_rebound_and_what_cannot_change_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_alias_is_rebound_and_what_cannot_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def ours(*args: object) -> tuple[str, int]:
         return ("ours", len(args))
 

@@ -84,9 +84,7 @@ def test_low_variance_kl_ends_at_ten() -> None:
 
 
 @pytest.mark.parametrize(("log_prob", "expected"), [(-101.0, 10.0), (-math.inf, 10.0), (-6.0, 10.0), (-3.0, 4.389056)])
-def test_low_variance_kl_of_a_token_far_from_the_reference_has_no_nan_gradient(
-    log_prob: float, expected: float
-) -> None:
+def test_low_variance_kl_far_from_the_reference_has_no_nan_gradient(log_prob: float, expected: float) -> None:
     current = torch.tensor([log_prob], requires_grad=True)
     args = Namespace(kl_loss_type="low_var_kl", use_unbiased_kl=False)
     kl = slime_loss._kl(args, current, current.detach(), torch.tensor([-1.0]), torch.ones(1, dtype=torch.bool))
@@ -164,9 +162,7 @@ def test_the_gradient_can_be_written_into_the_logits() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_loss_may_be_recomputed_in_backward_and_is_recomputed_once(
-    reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_may_be_recomputed_in_backward_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Mock(wraps=vocab_parallel_logprobs)
     monkeypatch.setattr(slime_loss, "vocab_parallel_logprobs", forward)
     whole = rollout(31)

@@ -191,9 +191,7 @@ LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.
         ("{correction: token-tis}", "distillation", WITHOUT_POLICY_LOSS, "distillation without a policy loss"),
     ],
 )
-def test_configurations_under_which_settings_would_not_act_are_refused(
-    text: str, path: str, value: Any, sentence: str
-) -> None:
+def test_configurations_that_disable_settings_are_refused(text: str, path: str, value: Any, sentence: str) -> None:
     config = json.loads(json.dumps(CONFIG))
     *folders, last = path.split(".")
     section = config

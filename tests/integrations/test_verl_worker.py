@@ -51,7 +51,8 @@ def test_a_rejected_token_with_a_nan_adds_nothing_to_loss_and_gradient(corrupt: 
 def test_two_policy_loss_metrics_and_denominator_do_not_depend_on_the_cut(surrogate: str) -> None:
     batch = cases.rollout(2)
     case = "seq_mean_k3" if surrogate == "ppo" else "token-tis"
-    weights = corrected_now(batch, case)
+    by_current = json.dumps({"correction": cases.correction(case).to_dict()})
+    weights = corrected(by_current, batch._replace(old=batch.current))[0]["rollout_is_weights"]
     tokens = int(batch.mask.sum())
     text = json.dumps({"correction": cases.correction(case, old="rollout").to_dict(), "surrogate": surrogate})
     ratio = (batch.current - batch.rollout).double().exp()
@@ -71,11 +72,6 @@ def test_with_two_policies_a_gate_may_look_at_the_sign_of_the_advantage() -> Non
     with patched(json.dumps({"correction": {"old": "rollout", "reject": [gate]}})):
         _, gradient = loss_of(batch, batch.rollout, None, 1)
     assert torch.equal(gradient != 0, (batch.advantages > 0) & batch.mask.bool())
-
-
-def corrected_now(batch: cases.Rollout, case: str) -> torch.Tensor:
-    settings = json.dumps({"correction": cases.correction(case).to_dict()})
-    return corrected(settings, batch._replace(old=batch.current))[0]["rollout_is_weights"]
 
 
 class Engine:

@@ -106,9 +106,7 @@ def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Pa
     assert asynchronous.keys() - first.keys() == names
 
 
-def test_the_end_of_the_engines_process_ends_the_job_with_a_sentence_and_keeps_its_steps(
-    config: Path, tmp_path: Path
-) -> None:
+def test_the_end_of_the_engine_ends_the_job_with_a_sentence_and_keeps_its_steps(config: Path, tmp_path: Path) -> None:
     with started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000") as job:
         before = forked_processes()
         wait_for_step(job, tmp_path, 1)

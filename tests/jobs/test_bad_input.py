@@ -122,8 +122,6 @@ def test_a_response_without_room_is_found_before_the_warm_up(folder: Path, ended
     assert ended["context"][0] == 2 and not (folder / "context").exists()
 
 
-def test_a_missing_package_is_found_before_anything_is_built_and_a_good_job_ends_with_status_0(
-    ended: Any, folder: Path
-):
+def test_a_missing_package_is_found_before_anything_is_built_and_a_good_job_ends_with_0(ended: Any, folder: Path):
     assert ended["missing package"][0] == 2 and not (folder / "package").exists()
     assert ended["good"][0] == 0, ended["good"][1]

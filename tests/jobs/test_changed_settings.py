@@ -86,9 +86,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("state", STATES)
-def test_what_may_not_change_is_refused_by_name_with_the_ways_out(
-    state: str, name: str, ended: Any, folder: Path
-) -> None:
+def test_what_may_not_change_is_named_with_the_ways_out(state: str, name: str, ended: Any, folder: Path) -> None:
     status, said = ended[state, name]
     assert status == 2 and said.count("\n") == 1 and re.search(REFUSED[name][1], said), said
     assert f"--set branch={folder / state / name}:{STATES[state]} goes on from here" in said
@@ -98,9 +96,7 @@ def test_what_may_not_change_is_refused_by_name_with_the_ways_out(
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_more_steps_have_the_rates_and_the_samples_of_a_run_that_had_them_all_along(
-    state: str, ended: Any, folder: Path
-) -> None:
+def test_added_steps_have_rates_and_samples_of_a_run_that_always_had_them(state: str, ended: Any, folder: Path) -> None:
     assert ended[state, "more steps"][0] == 0, ended[state, "more steps"]
     found, whole, four = (steps(folder / name) for name in (f"{state}/more steps", "six", "finished"))
     begun = STATES[state]
@@ -153,9 +149,7 @@ def test_a_branch_has_the_steps_that_led_to_it_and_then_its_own_settings(folder:
 
 
 @pytest.mark.parametrize("room", [pytest.param(1, marks=pytest.mark.full), 100_000], ids=["metrics", "checkpoint"])
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
-    room: int, folder: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_sentence_and_with_room_the_run_goes_on(room: int, folder: Path, tmp_path: Path) -> None:
     job = frozen(folder / "settings.yaml", tmp_path, 3)
     resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     status, said = goes_on(job)

@@ -9,7 +9,6 @@ from jobs import ROOT
 
 from megatron_rc.jobs import grid as grids
 from megatron_rc.jobs import verdicts
-from megatron_rc.settings.job import JobSettings
 
 pytestmark = pytest.mark.full
 RECIPES = ROOT / "launch/recipes/collapse"
@@ -37,10 +36,6 @@ def header_of(stage: str) -> list[int]:
     return [int(number) for number in said.groups()]
 
 
-def settings_of(grid: grids.GridSettings, cell: grids.Cell) -> JobSettings:
-    return grids._settings(grids._fields(grid, cell.choices))
-
-
 def test_the_script_runs_every_stage_in_at_most_600_runs_and_8_hours_on_two_cores() -> None:
     assert sorted([*STAGES, "quick", "base"]) == sorted(path.stem for path in RECIPES.glob("*.yaml"))
     assert 500 < len(runs_of(STAGES)) <= 600
@@ -61,7 +56,7 @@ def test_every_run_of_a_stage_can_start_and_be_judged(stage: str) -> None:
     grid, cells = plan(stage)
     assert grid.endpoints is not None and grid.folder(".") == Path("runs/collapse") / stage
     arms = {cell.folder.parent.name: cell for cell in cells}
-    jobs = {name: settings_of(grid, cell) for name, cell in arms.items()}
+    jobs = {name: grids._settings(grids._fields(grid, cell.choices)) for name, cell in arms.items()}
     for settings in jobs.values():
         assert settings.train.eval_weights == "trained"
     verdicts.check(grid.endpoints, jobs)

@@ -62,9 +62,7 @@ def resumed_equals_uninterrupted(
     assert [records[0]["step"] for records in read_dump(output / "dump")] == [last - 2, last - 1, last]
 
 
-def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(
-    tmp_path: Path, long_job: dict[str, Any], whole: Metrics
-) -> None:
+def test_a_job_killed_in_rl_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
     resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 4, resume=typed_job)
 
 

@@ -38,9 +38,7 @@ def grid_of(folder: Path, **train: int) -> grids.GridSettings:
         ({"eval_interval": 2}, "endpoints need 6 evaluations, and train.steps 7 with train.eval_interval 2 gives 5"),
     ],
 )
-def test_evaluations_too_small_or_too_few_are_refused_before_anything_runs(
-    train: dict[str, int], sentence: str, tmp_path: Path
-) -> None:
+def test_too_few_or_small_evaluations_are_refused_first(train: dict[str, int], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=sentence):
         grids.run_and_write(grid_of(tmp_path, **train), {})
     assert not list(tmp_path.iterdir())

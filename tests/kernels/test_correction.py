@@ -36,15 +36,10 @@ def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
     return correct(*batch.arguments, correction=correction, backend="triton", **options)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(batch=batches(), correction=corrections())
 def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, correction: RolloutCorrection) -> None:
     assert_agrees(batch, correction)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_that_of_pytorch_in_fp64(name: str) -> None:
-    assert_agrees(batch_of([9, 0, 2 * UNIT_BLOCK + 1, 1], gap=0.1, corrupt=0.02), PRESETS[name].correction)
 
 
 @pytest.mark.parametrize("ids", [None, "batch", "sequence"])

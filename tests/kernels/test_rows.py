@@ -1,10 +1,13 @@
-"""The kernels of log-probs on one process: the promises of every backend, and addresses, layouts and mergers."""
+"""The kernels of log-probs on one process, over all ids and kept ones: promises, addresses, layouts, mergers."""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from logprobs_truth import random_logits
+from logprobs_truth import INF, kept_columns, random_logits
 from on_device import assert_same, far_apart
-from row_problems import BLOCK, Problem, problem_of, small_blocks, solve, solve_exactly
+from row_problems import BLOCK, Problem, assert_exact, kept_problem, problem_of, small_blocks, solve, solve_exactly
 from test_logprobs import (  # noqa: F401
     test_a_leading_block_of_minus_infinity_is_legal,
     test_a_row_without_a_finite_logit_is_minus_infinity_with_zero_entropy_and_gradient,
@@ -29,11 +32,18 @@ from test_logprobs import (  # noqa: F401
     test_the_target_gradient_of_bf16_logits_survives_cancellation,
     test_upstream_gradients_scale_every_row_also_when_expanded,
 )
+from torch import Tensor
 
+from megatron_rc.batch import Support
+from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.merge_statistics import merge_statistics_fwd
 from megatron_rc.kernels.row_gradient import row_gradient_bwd
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
 from megatron_rc.kernels.softmax import Rows, Softmax
+from megatron_rc.kernels.support_gradient import support_gradient_bwd
+from megatron_rc.kernels.support_statistics import support_statistics_fwd
+from megatron_rc.logprobs import backends
+from speed.traffic import Traffic, counted_traffic
 
 # of NumPy, where the interpreter computes with NaN and infinity
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
@@ -84,3 +94,148 @@ def test_the_merge_of_64_shards_is_that_of_the_same_rows_in_two_calls_bit_by_bit
     )
     for all_rows, *of_parts in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat(of_parts), all_rows)
+
+
+IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
+
+
+def statistics(problem: Problem, *, with_entropy: bool) -> Softmax:
+    softmax = support_statistics_fwd(
+        problem.logits, Rows(*next(replace(problem, widths=(90,)).shards())[1]), with_entropy=with_entropy, merged=True
+    )
+    assert isinstance(softmax, Softmax)
+    return softmax
+
+
+@pytest.mark.parametrize("kept", [1, BLOCK // 2 - 1, BLOCK // 2, BLOCK // 2 + 1, 83])
+def test_rows_of_any_number_of_kept_ids(kept: int) -> None:
+    assert_exact(kept_problem(2, 100, kept))
+
+
+def test_more_kept_ids_than_the_block_of_the_launch_table() -> None:
+    with small_blocks(8192):
+        assert LAUNCH["support_statistics"].block == 4096
+        assert_exact(kept_problem(2, 5000, 4200))
+
+
+def test_a_row_without_kept_ids_is_minus_infinity_with_zero_entropy_and_gradient() -> None:
+    problem = kept_problem(3, 90, 20)
+    ids = problem.options["support"].ids
+    problem.options["support"] = Support(torch.cat([ids[:20], ids[40:]]), torch.tensor([0, 20, 20, 40]))
+    answer = assert_exact(problem)
+    assert answer.logprobs.isinf().tolist() == [False, True, False]
+    assert answer.entropy[1] == 0 and not answer.gradient[1].any()
+
+
+@IN_PLACE
+def test_no_kept_id_at_all(in_place: bool) -> None:
+    problem = replace(kept_problem(3), inplace=in_place)
+    problem.options["support"] = Support(torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    answer = assert_exact(problem)
+    assert answer.logprobs.tolist() == [-INF] * 3 and not answer.gradient.any()
+
+
+def test_a_target_that_is_not_kept_has_no_logprob_gradient_but_an_entropy_gradient() -> None:
+    problem = kept_problem(3, 90, 20)
+    problem.targets = (~kept_columns(problem.options["support"], 90)).int().argmax(1)
+    answer = assert_exact(problem)
+    assert answer.logprobs.tolist() == [-INF] * 3 and answer.gradient.any(1).all()
+    assert not assert_exact(replace(problem, up_entropy=None)).gradient.any()
+
+
+@IN_PLACE
+@pytest.mark.parametrize("widths", [(), (20, 50, 20)])
+def test_only_kept_logits_are_read(in_place: bool, widths: tuple[int, ...]) -> None:
+    problem = kept_problem(5, mask=torch.tensor([1, 1, 0, 1, 1]))
+    problem = replace(problem, inplace=in_place and not widths, widths=widths)
+    expected = solve(problem)
+    kept = kept_columns(problem.options["support"], 90)
+    kept[2] = False
+    assert expected.logprobs[2] == expected.entropy[2] == 0
+    # exact zeros, also in sign
+    assert not expected.gradient[~kept].view(torch.int64).any()
+    problem.logits[~kept] = torch.nan
+    for found, same in zip(solve(problem), expected, strict=True):
+        assert torch.equal(found, same)
+
+
+@pytest.mark.interpreter
+def test_a_row_reads_its_kept_logits_once_whatever_the_vocabulary() -> None:
+    def read(width: int) -> Traffic:
+        with counted_traffic() as traffic:
+            solve(kept_problem(4, width, 21))
+        return traffic
+
+    small, large = read(90), read(3000)
+    kept = 4 * 21 * 4
+    for kernel in ("support_statistics_fwd_kernel", "support_gradient_bwd_kernel"):
+        assert {n for place, n in large.loaded.items() if place == (kernel, "logits")} == {kept}
+        assert large.total(kernel) == small.total(kernel) <= kept + 4 * (21 * (8 + 4) + 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_in_place_writes_the_bits_of_a_new_tensor(dtype: torch.dtype) -> None:
+    problem = kept_problem(3, temperature=torch.tensor([0.5, 1.0, 3.0]))
+    problem.logits = problem.logits.to(dtype)
+    assert torch.equal(solve(replace(problem, inplace=True)).gradient, assert_exact(problem).gradient)
+
+
+def test_statistics_are_those_of_the_reference_also_without_any_valid_column() -> None:
+    problem = kept_problem(mask=torch.tensor([1.0, 0.0, 2.0, 1.0]), temperature=0.7)
+    for shard in replace(problem, widths=(50, 40), options=problem.options | {"vocab_size": 50}).shards():
+        found, expected = (
+            backends.computing(backend).shard_statistics(*shard, with_entropy=True) for backend in ("triton", "torch")
+        )
+        kept = torch.tensor([0, 2, 3])
+        torch.testing.assert_close(found[:, kept], expected[:, kept], atol=1e-6, rtol=1e-6)
+        assert found[:, 1].tolist() == [-INF, 0, 0, -INF]
+
+
+def test_without_entropy_the_log_probs_are_the_same_bits() -> None:
+    problem = kept_problem(3, temperature=1.3)
+    with_it, without = (statistics(problem, with_entropy=with_entropy) for with_entropy in (True, False))
+    assert without.entropy is None
+    for index in (0, 2, 3):
+        assert_same(without[index], with_it[index])
+
+
+def test_a_row_depends_on_no_other_row() -> None:
+    problem = kept_problem()
+    assert problem.up is not None and problem.up_entropy is not None
+    one = {"support": problem.options["support"].select(torch.tensor([2]))}
+    alone = Problem(problem.logits[2:3], problem.targets[2:3], one, problem.up[2:3], problem.up_entropy[2:3])
+    assert all(torch.equal(a[2:3], b) for a, b in zip(solve(problem), solve(alone), strict=True))
+
+
+@IN_PLACE
+@pytest.mark.parametrize("change", [Tensor.int, lambda ids: ids.repeat_interleave(2)[::2]], ids=["int32", "strided"])
+def test_ids_may_be_int32_or_strided(change: Callable[[Tensor], Tensor], in_place: bool) -> None:
+    problem = replace(kept_problem(3), inplace=in_place)
+    support = Support(*map(change, problem.options["support"]))
+    changed = replace(problem, targets=change(problem.targets), options={"support": support})
+    for found, same in zip(solve(changed), solve(problem), strict=True):
+        assert_same(found, same)
+
+
+@pytest.mark.parametrize("far", ["rows", "pages", "columns"])
+@IN_PLACE
+def test_elements_past_two_to_the_31(far: str, in_place: bool) -> None:
+    near = kept_problem(4, 8, 5)
+    assert near.up is not None
+    shape, steps = {
+        "rows": ((4, 8), (2**31 // 3 + 9, 1)),
+        "pages": ((2, 2, 8), (2**31 + 9, 8, 1)),
+        "columns": ((4, 8), (1, 2**31 // 7 + 9)),
+    }[far]
+    far_logits, far_out = (far_apart(shape, steps, 2**31, torch.float16) for _ in range(2))
+    far_logits.copy_(near.logits.view(shape))
+    targets, up, support = near.targets.view(shape[:-1]), near.up.view(shape[:-1]), near.options["support"]
+    # 32-bit ids, which their products with the strides do not fit in
+    shard = Rows(targets, 1.0, None, support.ids.int(), support.offsets, start=0, num_valid=8)
+    softmax = support_statistics_fwd(far_logits, shard, with_entropy=False, merged=True)
+    assert isinstance(softmax, Softmax)
+    out = far_logits if in_place else far_out
+    support_gradient_bwd(out, far_logits, shard, softmax, up, None)
+    expected = solve(replace(near, logits=near.logits.half(), up_entropy=None))
+    assert_same(softmax.logprobs.flatten().double(), expected.logprobs)
+    assert_same(out.reshape(4, 8).double(), expected.gradient)

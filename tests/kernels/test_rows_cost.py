@@ -1,17 +1,25 @@
-"""What log-probs ask of the device on one process: launches, their shape, nothing besides them, and memory."""
+"""What log-probs and an update ask of the device: launches, their shape, nothing besides them, and memory."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from grouped import grouped
 from row_problems import small_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rc.backend import set_debug_checks
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.kernels import row_gradient, row_statistics
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from speed.launches import count_launches, recorded_launches
+from megatron_rc.loss.policy_loss import policy_loss
+from speed.launches import Launches, count_launches, recorded_launches
 
 pytestmark = pytest.mark.interpreter
 
@@ -24,10 +32,6 @@ def _unfilled_and_unchecked(no_debug_checks: None, small_rows: None) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def plain(rows: tuple[int, ...]) -> dict[str, Any]:
-    return {}
-
-
 def everything(rows: tuple[int, ...]) -> dict[str, Any]:
     """Temperature, mask and padding; tensors of two dimensions that no view makes flat."""
     temperature = torch.rand(rows[::-1]).mT + 0.5
@@ -36,7 +40,7 @@ def everything(rows: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "options"), [((5,), plain), ((4, 3), everything)], ids=["one number", "every option, turned"]
+    ("rows", "options"), [((5,), lambda rows: {}), ((4, 3), everything)], ids=["one number", "every option, turned"]
 )
 def test_forward_is_one_launch_and_backward_another(
     rows: tuple[int, ...], options: Callable[[tuple[int, ...]], dict[str, Any]], inplace: bool
@@ -117,3 +121,41 @@ def test_a_launch_table_entry_is_read_when_a_kernel_is_launched() -> None:
         vocab_parallel_logprobs(logits, torch.zeros(1, dtype=torch.int64), backend="triton").sum().backward()
     forward, backward = (launch.arguments for launch in launches)
     assert forward["LANES"] * forward["VECTOR"] == backward["BLOCK"] == 64
+
+
+def update(tp_group: dist.ProcessGroup | None, width: int) -> Launches:
+    """The update pass of one micro-batch, after the group is warm: from logits to their gradient."""
+    n = 6
+    logits, scale, ones = torch.randn(n, width, requires_grad=True), torch.full((n,), 1 / n), torch.ones(n)
+    targets, advantages, old = torch.arange(n) * 5, torch.linspace(-1, 1, n), torch.full((n,), -3.0)
+    corrected = Corrected(ones, ones.bool(), torch.zeros(1, dtype=torch.bool), MetricSums(), RolloutCorrection())
+    upstream = torch.tensor(0.5)
+
+    def step() -> None:
+        options = {"tp_group": tp_group, "with_entropy": True, "backend": "triton"}
+        logprobs, entropy = vocab_parallel_logprobs(logits, targets, temperature=0.9, mask=ones, **options)
+        terms = {"reference_logprobs": old, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.01}
+        loss, _ = policy_loss(logprobs, old, advantages, corrected, scale=scale, backend="triton", **grouped(**terms))
+        torch.autograd.grad(loss, logits, upstream)
+
+    step()
+    return count_launches(step)
+
+
+def update_of_a_rank(rank: int) -> Launches:
+    set_debug_checks(False)
+    return update(dist.group.WORLD, 30 - 10 * rank)
+
+
+def test_the_update_path_with_tensor_parallelism_is_one_more_launch_and_one_collective() -> None:
+    for asked in run_ranks(2, update_of_a_rank):
+        assert asked.total == 6 and not asked.operations, asked
+        assert asked.collectives.total() == 1 and not asked.waits
+
+
+def test_fills_and_copies_are_launches_and_allocations_are_not() -> None:
+    def call() -> None:
+        torch.zeros(3, 4).t().contiguous().view(-1).detach().copy_(torch.empty(12))
+
+    assert count_launches(call).operations == {"zeros": 1, "clone": 1, "copy_": 1}
+    assert count_launches(lambda: torch.ones(3).sum().item()).waits

@@ -10,7 +10,7 @@ from test_shards import (  # noqa: F401
     results,
     test_all_ranks_hold_the_same_bits,
     test_any_cut_equals_one_shard_within_four_ulp,
-    test_one_all_gather_of_four_numbers_a_token_and_none_in_backward,
+    test_only_forward_gathers_four_numbers_a_token,
     test_ranks_with_unequal_rows_are_told,
     test_vocabularies_of_different_shards_share_a_group,
 )

@@ -1,8 +1,9 @@
-"""Batches of other lengths, at other addresses, run the kernels that are compiled already."""
+"""Launches: on the device of their tensors, and of kernels that are compiled already whatever the batch."""
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from correction_book import Case, case
 from extras import correct
 from grouped import grouped
-from kernel_calls import EVERY_LEVEL
+from kernel_calls import CALLS, EVERY_LEVEL, SMALL
 from logprobs_truth import unchecked
 from torch import Tensor
 
@@ -20,10 +21,12 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
+from megatron_rc.kernels import device
 from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
 from megatron_rc.loss.policy_loss import policy_loss
+from speed import launches
 
 BATCHES = 24
 OWN_GATE = RolloutCorrection(reject=(Rejection("own", "token", upper=0.0),))
@@ -100,3 +103,41 @@ def kinds(step: Callable[[int, random.Random], None]) -> dict[str, set[str]]:
 def test_no_length_and_no_address_of_a_batch_compiles_a_kernel_anew(step: Callable[[int, random.Random], None]) -> None:
     found = kinds(step)
     assert found and {name: len(keys) for name, keys in found.items() if len(keys) > 1} == {}
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def test_a_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_touch(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Tensor] = []
+    guards: dict[str, list[Tensor]] = {}
+    touched: list[Tensor] = []
+    real = launches.Launch
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def launch(kernel: Any, *rest: Any) -> launches.Launch:
+        one = real(kernel, *rest)
+        guards.setdefault(one.name, []).extend(current[-1:] or [torch.empty(1)])
+        touched.extend(tensors_in(one.arguments.values()))
+        return one
+
+    monkeypatch.setattr(device, "device_of", device_of)
+    monkeypatch.setattr(launches, "Launch", launch)
+    aot.captured(lambda: [call(SMALL, 0).run("triton") for call in CALLS.values()])
+    assert set(guards) == set(aot.kernel_names())
+    memory = {tensor.untyped_storage().data_ptr() for tensor in touched}
+    strangers = {
+        name for name, given in guards.items() for one in given if one.untyped_storage().data_ptr() not in memory
+    }
+    assert strangers == set()
+    assert not current

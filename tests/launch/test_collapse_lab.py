@@ -75,9 +75,7 @@ def test_what_it_cannot_do_is_one_sentence_before_anything_is_installed(argument
 
 
 @pytest.mark.parametrize(("given", "tokens"), [([], 24), (["--set", "rollout.max_new_tokens=300"], 300)])
-def test_runs_on_a_users_file_have_its_prompts_and_model_and_a_length_that_is_printed(
-    given: list[str], tokens: int, checkout: Path
-) -> None:
+def test_runs_on_a_users_file_have_its_prompts_model_and_length(given: list[str], tokens: int, checkout: Path) -> None:
     file = checkout / "my prompts.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": 2}\n')
     (checkout / "mine.py").touch()
@@ -117,9 +115,7 @@ def test_left_runs_the_stages_that_have_runs_without_a_committed_row(checkout: P
         (["--stage", "rates", "--docs"], True),
     ],
 )
-def test_committed_files_are_written_where_docs_asks_for_it_alone(
-    arguments: list[str], writes: bool, checkout: Path
-) -> None:
+def test_committed_files_are_written_for_docs_alone(arguments: list[str], writes: bool, checkout: Path) -> None:
     ran, said = noted(checkout, *arguments, "--out", str(checkout / "out"))
     assert (ran[-1] == "docs") == writes
     assert ("no committed file has changed" in said) == (not writes and "--quick" not in arguments)

@@ -167,9 +167,7 @@ def test_one_machine_without_servers_becomes_torchrun(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("suits", [True, False])
-def test_a_job_warms_up_serves_asks_doctor_and_trains_in_this_order(
-    suits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_job_warms_up_serves_asks_and_trains(suits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = Options(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", assignments=[f"output={tmp_path}"])
     settings = job_settings.load(options.recipe, options.assignments)
     steps: list[str] = []

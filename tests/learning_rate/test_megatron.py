@@ -125,9 +125,7 @@ def test_attach_and_detach_refuse_what_they_cannot_do() -> None:
 
 @pytest.mark.parametrize("attach_first", [True, False])
 @pytest.mark.parametrize("override", [{}, {"use_checkpoint_opt_param_scheduler": False}], ids=["use", "check"])
-def test_the_schedulers_own_checkpoint_is_loaded_without_scaling_twice(
-    override: dict[str, Any], attach_first: bool
-) -> None:
+def test_the_schedulers_checkpoint_loads_without_scaling_twice(override: dict[str, Any], attach_first: bool) -> None:
     style = STYLES[1]
     whole, decay = scheduler(**style), LengthDecayLR(LR, decay_period=4)
     decay.attach(whole)

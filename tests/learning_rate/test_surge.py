@@ -67,16 +67,13 @@ def test_nothing_is_halved_before_the_twelfth_measured_rollout_above_the_thresho
 
 
 def test_a_surge_into_the_length_limit_is_seen_through_the_truncated_share() -> None:
-    mean, truncated = simulated.capped(logistic_rise(4000.0, 12000.0, 110), 6000.0)
+    rise = ((simulated.rollouts(400) - 110) / 3).sigmoid()
+    mean, truncated = simulated.capped(4000 + 8000 * rise, 6000.0)
     assert mean.max() / mean.min() < 1.6
     curves = simulated.noisy(mean, 50, seed=6)
     assert surge_steps(curves) == [None] * 50
     found = surge_steps(curves, truncated.tolist())
     assert all(step is not None and abs(step - 110) <= 5 for step in found)
-
-
-def logistic_rise(low: float, high: float, at: float) -> Any:
-    return low + (high - low) * ((simulated.rollouts(400) - at) / 3).sigmoid()
 
 
 def test_a_truncated_share_of_zero_changes_no_number() -> None:
@@ -199,9 +196,7 @@ def test_a_wide_surge_is_located_within_8_steps(peak: float, at: int, drift: flo
 
 
 @pytest.mark.parametrize(("peak", "rise", "least"), [(2000.0, 20, 0.95), (3000.0, 80, 0.8)])
-def test_an_alarm_is_judged_by_the_level_before_it_which_does_not_follow_the_surge(
-    peak: float, rise: float, least: float
-) -> None:
+def test_an_alarm_is_judged_by_a_level_that_does_not_follow_the_surge(peak: float, rise: float, least: float) -> None:
     found = surge_steps(length_curves(100, peak=peak, width=rise / 4.394, cv=0.1, seed=4))
     assert sum(step is not None for step in found) >= least * len(found)
 
@@ -224,9 +219,7 @@ def test_quiet_curves_halve_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(("at", "first", "last"), [(110, 185, 205), (90, 155, 170)], ids=["4B", "8B"])
-def test_the_first_halving_of_the_papers_surges_stays_between_its_best_and_its_fatal_period(
-    at: int, first: int, last: int
-) -> None:
+def test_the_papers_first_halvings_lie_between_the_best_and_the_fatal_period(at: int, first: int, last: int) -> None:
     for peak in (3000.0, 3500.0, 4000.0):
         for width, cv in ((0.1, 0.15), (1.0, 0.1), (2.0, 0.15)):
             found = surge_steps(length_curves(32, at + 40, peak=peak, at=at, width=width, cv=cv, seed=8))

@@ -1,4 +1,4 @@
-"""The fused head on one process against fp64 and the path that keeps logits."""
+"""The fused head on one process against fp64 and the path that keeps logits, its distribution too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,9 @@ from head_case import Case, by_head, by_logits, distance, exact, head_case, with
 from logprobs_truth import random_support
 from torch import Tensor
 
-from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
+from megatron_rc.logprobs.inputs import HeadInputs
+from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
+from megatron_rc.logprobs.logits import vocab_parallel_distribution
 from megatron_rc.loss.policy_loss import policy_loss
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
@@ -33,9 +35,7 @@ def kept_ids(case: Case) -> dict[str, Any]:
 @FUSED
 @pytest.mark.parametrize("softmax", [lambda _: {}, all_options, kept_ids], ids=["plain", "options", "kept ids"])
 @pytest.mark.parametrize("chunk", [4, 11])
-def test_values_and_gradients_equal_the_fp64_truth(
-    softmax: Callable[[Case], dict[str, Any]], chunk: int, fused: bool
-) -> None:
+def test_values_and_gradients_equal_fp64(softmax: Callable[[Case], dict[str, Any]], chunk: int, fused: bool) -> None:
     case = head_case()
     options = softmax(case)
     true = exact(case, factor=0.7, **options)
@@ -45,9 +45,7 @@ def test_values_and_gradients_equal_the_fp64_truth(
 @FUSED
 @BACKEND
 @pytest.mark.parametrize("softmax", [all_options, kept_ids], ids=["options", "kept ids"])
-def test_rows_without_loss_are_left_out_exactly(
-    softmax: Callable[[Case], dict[str, Any]], backend: str, fused: bool
-) -> None:
+def test_rows_without_loss_are_left_out(softmax: Callable[[Case], dict[str, Any]], backend: str, fused: bool) -> None:
     case = head_case(torch.float64 if backend == "torch" else torch.float32)
     mask = case.batch["loss_mask"]
     options = {**softmax(case), "mask": mask}
@@ -266,3 +264,32 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
         by_head(head_case(torch.float16), fused=True)
     with pytest.raises(ValueError, match="upstream must be 0-d"):
         by_head(case, fused=True, upstream=torch.ones(2))
+
+
+WANTED = {"with_kept_mass": True, "with_varentropy": True}
+
+
+def options_of(case: Case, kept: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": 0.8, "mask": case.batch["loss_mask"], "vocab_size": 13}
+    if kept:
+        options["support"] = random_support(case.targets, 13, torch.Generator().manual_seed(0))
+    return options
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
+@pytest.mark.parametrize("with_rows", [False, True], ids=["", "rows"])
+@pytest.mark.parametrize("chunk", [4, 11])
+def test_every_chunk_gives_what_the_logits_give(chunk: int, with_rows: bool, kept: bool) -> None:
+    case = head_case()
+    options = options_of(case, kept)
+    expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, **options, **WANTED)
+    if with_rows:
+        options["rows"] = case.batch["loss_mask"].nonzero()[:, 0]
+    found = linear_distribution(
+        case.hidden, case.weight, case.targets, head=HeadInputs(chunk=chunk, **options), **WANTED
+    )
+    for name, value in expected._asdict().items():
+        if value is None:
+            assert name == "kept_mass" and not kept and found.kept_mass is None
+        else:
+            assert value.unique().numel() > 3 and distance(getattr(found, name), value) <= 1e-12, name

@@ -176,9 +176,7 @@ def test_one_shard_equals_the_fp64_truth() -> None:
             assert_exact(case.problem())
 
 
-def test_one_all_gather_of_four_numbers_a_token_and_none_in_backward(
-    results: list[list[dict[str, Any]]], ranks: list[Any]
-) -> None:
+def test_only_forward_gathers_four_numbers_a_token(results: list[list[dict[str, Any]]], ranks: list[Any]) -> None:
     for case, parts in zip(cases(1), results, strict=True):
         size = 8 if case.dtype == torch.float64 else 4
         for rank in parts:

@@ -39,9 +39,7 @@ def split(values: Tensor, lengths: list[int]) -> list[list[Any]]:
 @pytest.mark.parametrize("denominator", ["original", "kept"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_the_sum_of_scaled_losses_is_the_aggregation(
-    aggregation: Any, denominator: Any, lengths: list[int], seed: int
-) -> None:
+def test_scaled_losses_are_the_aggregation(aggregation: Any, denominator: Any, lengths: list[int], seed: int) -> None:
     batch = random_batch(lengths, seed)
     loss_mask, mask, losses = batch["loss_mask"], batch["mask"], batch["current"]
     arguments: dict[str, Any] = dict(aggregation=aggregation, denominator=denominator, max_length=MAX_LENGTH)

@@ -53,9 +53,7 @@ def test_a_job_reports_how_far_the_experts_moved(case: str, jobs: tuple[Path, li
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_dump_says_of_every_token_in_how_many_layers_its_experts_moved(
-    case: str, jobs: tuple[Path, list[tuple[int, str]]]
-) -> None:
+def test_the_dump_says_how_many_layers_of_a_token_moved(case: str, jobs: tuple[Path, list[tuple[int, str]]]) -> None:
     folder, done = jobs
     assert done[list(CASES).index(case)][0] == 0
     reported = [r["old/route_any_diff"] for r in read_metrics(folder / case) if r["phase"] == "rl" and r["step"]]

@@ -243,9 +243,7 @@ def two(model: str) -> list[Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("replay", REPLAYS)
-def test_two_processes_replay_and_measure_what_one_does(
-    layout: str, replay: str, two: list[Any], found: dict[str, Any]
-) -> None:
+def test_two_ranks_replay_and_measure_as_one(layout: str, replay: str, two: list[Any], found: dict[str, Any]) -> None:
     assert_same(two[0][layout][replay], found[f"mini {replay}"])
     assert str(two[0][layout][replay]) == str(two[1][layout][replay])
 

@@ -82,9 +82,7 @@ STAGES = [(1, 1), *itertools.product(SIZES[1:], (1, 2))]
 @pytest.mark.parametrize("tensor", SIZES)
 @pytest.mark.parametrize("context", SIZES)
 @pytest.mark.parametrize(("stages", "virtual"), STAGES)
-def test_every_rank_replays_and_records_its_part_of_what_one_process_does(
-    tensor: int, context: int, stages: int, virtual: int
-) -> None:
+def test_ranks_replay_and_record_their_part_of_the_whole(tensor: int, context: int, stages: int, virtual: int) -> None:
     tables = [drawn(i, sum(n)).argsort(-1)[:, :, : SHAPE.top_k] for i, n in enumerate(LENGTHS)]
     scores = [drawn(10 + i, sum(n)) for i, n in enumerate(LENGTHS)]
     live = [s.topk(SHAPE.top_k).indices for s in scores]

@@ -9,14 +9,7 @@ import pytest
 from html_page import Page
 
 from megatron_rc.files import read_csv, write_csv
-from megatron_rc.report.comparison import (
-    ComparedRun,
-    Comparison,
-    ends,
-    range_of,
-    read_compared,
-    sentences,
-)
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, read_compared, sentences
 from megatron_rc.report.comparison_page import heading, write_comparison
 from megatron_rc.report.comparison_picture import draw_comparison
 
@@ -117,9 +110,7 @@ def test_the_picture_follows_its_rows_and_nothing_else(tmp_path: Path) -> None:
     assert first == again != other
 
 
-def test_the_title_of_the_picture_counts_the_seeds_that_separated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pictures_title_counts_the_seeds_that_separated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # letters of an SVG are paths unless the font is left to the reader
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     for runs, said in (

@@ -78,9 +78,7 @@ def log_steps(
     return said
 
 
-def test_a_resumed_job_continues_its_run_and_repeats_no_step_and_another_folder_is_another_run(
-    tmp_path: Path, service: Service
-) -> None:
+def test_a_resumed_job_goes_on_in_its_run_and_another_folder_is_another_run(tmp_path: Path, service: Service) -> None:
     log_steps(tmp_path, rl(range(8)), failed=True)
     log_steps(tmp_path, rl(range(6, 7)), after=("rl", 5))
     log_steps(tmp_path, rl(range(6, 11)), after=("rl", 5))

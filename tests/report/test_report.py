@@ -83,9 +83,7 @@ def test_a_bad_line_before_the_last_is_named(tmp_path: Path) -> None:
         ("rl", 99, [*warmup(range(1, 6)), *rl(range(6))]),
     ],
 )
-def test_resuming_forgets_what_came_after_the_checkpoint(
-    tmp_path: Path, phase: str, step: int, kept: list[dict[str, Any]]
-) -> None:
+def test_resuming_forgets_what_came_later(tmp_path: Path, phase: str, step: int, kept: list[dict[str, Any]]) -> None:
     write_all(tmp_path, [*warmup(range(1, 6)), *rl(range(6))])
     with MetricsLog(tmp_path) as log:
         log.truncate_after(phase, step)

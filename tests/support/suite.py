@@ -24,7 +24,6 @@ from ceilings import SECONDS
 from distributed import interpreter_of_this_run
 from hypothesis import settings
 from on_device import CARD, DEVICE, INTERPRETED, MadeByTests
-from tested_kernels import TestedKernels
 
 from megatron_rc.backend import set_debug_checks
 
@@ -44,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(TestedKernels(config))
     config.addinivalue_line("markers", "timeout: as the setting timeout, for one test")
 
 

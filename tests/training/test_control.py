@@ -72,9 +72,7 @@ def flat(values: dict[int, list[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("control", "correction"), CASES)
-def test_only_trained_and_finite_sequences_take_part_whatever_their_order(
-    control: str, correction: RolloutCorrection
-) -> None:
+def test_only_trained_finite_sequences_take_part_in_any_order(control: str, correction: RolloutCorrection) -> None:
     before_weights, before_mask, weights, mask = run(correction, control, IN_ORDER)
     others = [BROKEN, *range(TRAINED, SEQUENCES)]
     assert all(weights[s] == before_weights[s] and mask[s] == before_mask[s] for s in others)

@@ -167,9 +167,7 @@ def test_the_idle_one_of_trainer_and_engine_is_the_faster_one(loop: Any) -> None
 
 
 @pytest.mark.parametrize("error", [ValueError("the process of the rollout engine was ended"), KeyError("a defect")])
-def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps(
-    loop: Any, error: Exception, tmp_path: Path
-) -> None:
+def test_the_threads_error_is_raised_in_waits_and_between_steps(loop: Any, error: Exception, tmp_path: Path) -> None:
     waiting, training = loop(2), loop(2)
     training.until_sampled(3)
     waiting.engine.fails = error
@@ -218,9 +216,7 @@ def test_an_engine_that_ends_during_a_step_stops_it_before_its_update_and_no_sam
     assert resumed.trained == [seeds_of_step(1)] and 1 not in {step for step, _ in resumed.engine.sampled}
 
 
-def test_a_checkpoint_holds_the_samples_of_finished_rollouts_and_the_prompts_in_flight(
-    loop: Any, tmp_path: Path
-) -> None:
+def test_a_checkpoint_holds_samples_of_finished_rollouts_and_prompts_in_flight(loop: Any, tmp_path: Path) -> None:
     job = loop(3)
     job.until_sampled(4)
     job.engine.may_go_on.clear()
@@ -290,9 +286,7 @@ def test_rollouts_too_old_for_a_smaller_bound_are_sampled_anew(loop: Any, tmp_pa
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"samples_per_prompt": N + 1}])
-def test_rollouts_drawn_in_another_way_than_the_settings_say_are_sampled_anew(
-    loop: Any, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_rollouts_of_other_settings_are_sampled_anew(loop: Any, tmp_path: Path, changed: dict[str, Any]) -> None:
     resumed = loop(3, resume_from=saved_by_a_full_queue(loop, tmp_path), **changed)
     resumed.until_sampled(4)
     assert [step for step, _ in resumed.engine.sampled] == [0, 1, 2, 3]

@@ -142,9 +142,7 @@ def test_a_corrupt_line_is_left_out_and_named(damaged: bytes, sentence: str, tmp
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_a_line_that_is_too_long_is_refused_before_it_is_in_memory(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_line_is_refused_before_it_is_in_memory(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(json_lines, "MAX_LINE", 3 << 20)
     dump = open_dump(write_json_lines(tmp_path / f"x{suffix}", JSON_LINES + b" " * (64 << 20)))
     peaks = []
@@ -284,9 +282,7 @@ def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [NEMO_RL, PRIME_RL, "batch.jsonl"])
-def test_lines_that_arrow_reads_and_lines_that_python_reads_are_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_arrow_and_python_read_the_same_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = HOST_DUMPS / name if "/" in name else write_json_lines(tmp_path / name)
     read_by_arrow = []
     arrow = json_lines.arrow_records

@@ -1,10 +1,11 @@
-"""Torch files are read without torch, and nothing in them is run."""
+"""Torch files are read without torch and run nothing, and a large one takes little work per sample."""
 
 import io
 import os
 import pickle
 import re
 import struct
+import sys
 import time
 import zipfile
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_batches import HOST_DUMPS
+from host_batches import HOST_DUMPS, TRUTH
 
 from megatron_rc.analyze.readers import open_dump, torch_file, torch_pickle, verl
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
@@ -89,9 +90,7 @@ def test_many_views_of_one_storage_are_read_apart(tmp_path: Path):
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_numbers_texts_lists_and_dictionaries_come_back_in_every_protocol_that_torch_can_write(
-    protocol: int, tmp_path: Path
-):
+def test_numbers_texts_lists_and_dictionaries_come_back_in_every_protocol_of_torch(protocol: int, tmp_path: Path):
     shared = (1, (2.5, None))
     value = {"a": [shared, shared, 70_000, 300, -1, 2**70, True, "x"], "b": (1, {3: "\n"}), "c": [1.5] * 3}
     value |= {"d": OrderedDict(e=1), "f": [[]] * 2, "g": list(range(-(10**5), 10**5, 999))}
@@ -265,3 +264,44 @@ def test_a_damaged_byte_is_noticed(tmp_path: Path):
     chunks = list(dump.chunks())
     assert sum(chunk.num_sequences for chunk in chunks) == 5
     assert dump.corrupt.count == 1 and "'3/data/4' is damaged: its checksum is wrong" in dump.corrupt.first[0]
+
+
+def train_data(path: Path, samples: int) -> Path:
+    """The train data that slime wrote of six samples, as if these had come again and again, with two tensors more."""
+    saved = torch.load(HOST_DUMPS / "slime/train_data/3.pt")
+    six = [sample | {name: sample["log_probs"] for name in ("returns", "values")} for sample in saved["samples"]]
+    own = ({name: torch.clone(v) if torch.is_tensor(v) else v for name, v in s.items()} for s in six * (samples // 6))
+    torch.save(saved | {"samples": list(own)}, path)
+    return path
+
+
+def calls(path: Path) -> int:
+    """Calls of functions, in Python and in C, while a dump is read."""
+    count = 0
+
+    def counted(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        list(open_dump(path).chunks())
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_per_sample_is_little_and_does_not_grow_with_the_file(tmp_path: Path):
+    small, middle, large = (calls(train_data(tmp_path / "3.pt", samples)) for samples in (120, 240, 480))
+    assert large - middle == pytest.approx(2 * (middle - small), rel=0.01)
+    assert (large - middle) / 240 < 1000, "an instruction of its own for each part of a tensor takes 2800 calls"
+
+
+@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.full)])
+def test_26_000_samples_are_within_the_limit(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_pickle, "MAX_INSTRUCTIONS", torch_pickle.MAX_INSTRUCTIONS // share)
+    samples = 26_000 // share // 6 * 6
+    (chunk,) = open_dump(train_data(tmp_path / "3.pt", samples)).chunks()
+    assert chunk.num_sequences == samples
+    six = [response["old"] for response in TRUTH]
+    assert chunk.log_pi.tolist() == pytest.approx([value for row in six * (samples // 6) for value in row])

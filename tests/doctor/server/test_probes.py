@@ -114,9 +114,7 @@ def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
 
 @pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
 @pytest.mark.parametrize(("check", "shifts"), [("self-shift", "together"), ("trainer-self-shift", "trainer_together")])
-def test_a_side_whose_log_probs_depend_on_the_batch_is_named_alone(
-    check: str, shifts: str, noise: float, status: str
-) -> None:
+def test_a_side_that_depends_on_its_batch_is_named_alone(check: str, shifts: str, noise: float, status: str) -> None:
     found = scores(**{shifts: scores().alone + np.random.default_rng(2).normal(0, noise, 1024)})
     both = {name: PROBES[name].run(found).status for name in ("self-shift", "trainer-self-shift")}
     assert both == dict.fromkeys(both, "good") | {check: status}
@@ -217,9 +215,7 @@ def test_a_server_that_cannot_be_probed_is_named(fake: FaultySglang, changes: di
         (PROBE, "list", "bad_answer"),
     ],
 )
-def test_an_answer_that_cannot_be_compared_is_no_verdict(
-    fake: FaultySglang, path: str, what: int | str, why: str
-) -> None:
+def test_an_incomparable_answer_is_no_verdict(fake: FaultySglang, path: str, what: int | str, why: str) -> None:
     fake.fail(path, what)
     (found,) = probed(fake).values()
     assert (found.status, found.decided) == ("note", False) and why in found.found
@@ -294,9 +290,7 @@ def short_responses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_responses")
-def test_decoding_on_a_stale_prefix_cache_of_a_real_server_is_blamed_on_the_decoding(
-    dense_server: SglangServer, tmp_path: Path
-) -> None:
+def test_a_stale_prefix_cache_of_a_real_server_is_seen_in_decoding(dense_server: SglangServer, tmp_path: Path) -> None:
     other = save_checkpoint(tmp_path / "other", "dense", seed=1)
     model = TrainerModel(str(other), "fp32")
     # puts the prompts of the probes into the cache, computed with the weights that are about to be replaced

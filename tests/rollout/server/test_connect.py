@@ -78,9 +78,7 @@ def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
         ([[3]], SamplingParams(top_k=5000), "top_k=5000 is more than the 4096 kept ids that .*-max-tokens 5000"),
     ],
 )
-def test_a_request_that_would_harm_or_be_refused_is_not_sent(
-    prompts: list[list[int]], params: SamplingParams, sentence: str
-) -> None:
+def test_no_harmful_or_refused_request_is_sent(prompts: list[list[int]], params: SamplingParams, sentence: str) -> None:
     with FaultySglang() as server, sglang_engine(server.url) as engine:
         with pytest.raises(ValueError, match=sentence):
             engine.generate(prompts, params, n=1, seeds=range(len(prompts)))
