@@ -13,6 +13,8 @@ from hosts.losses.files import text
 from hosts.verl import cases
 from torch import Tensor
 
+from megatron_rc.correction.settings import RolloutCorrection
+
 
 @dataclass
 class Inputs:
@@ -113,6 +115,30 @@ def test_trl_gets_our_weights_of_the_generation_batch(file: Any) -> None:
     logps = {"old_per_token_logps": BATCH.old, "sampling_per_token_logps": BATCH.rollout}
     whole = torch.ones_like(BATCH.mask)
     output = trainer._generate_and_score_completions({**logps, "completion_mask": whole, "tool_mask": BATCH.mask})
-    expected = (BATCH.old - BATCH.rollout).exp().clamp(max=2) * MASK
+    expected = torch.where(MASK, (BATCH.old - BATCH.rollout).exp().clamp(max=2), 1)
     torch.testing.assert_close(output["importance_sampling_ratio"], expected)
     assert trainer._metrics["train"]["rc/k3"][0] > 0 and trainer._metrics["train"]["rc/masked_token"] == [0.0]
+
+
+def test_trls_luspo_which_reads_padding_keeps_its_gradient_under_none(file: Any) -> None:
+    trainer = file("rc_trl.py")["CorrectedGRPOTrainer"]()
+    trainer.correction = RolloutCorrection()
+    given = {"old_per_token_logps": BATCH.old, "sampling_per_token_logps": BATCH.rollout, "completion_mask": BATCH.mask}
+    gradients = []
+    for weights in (
+        torch.ones(len(MASK), 1),
+        trainer._generate_and_score_completions(given)["importance_sampling_ratio"],
+    ):
+        current = BATCH.current.clone().requires_grad_()
+        of_sequences = ((current - BATCH.old) * MASK).sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
+        losses = -of_sequences.exp() * BATCH.advantages * weights
+        (losses * MASK.sum(1, keepdim=True)).mean().backward()
+        gradients.append(current.grad)
+    assert torch.equal(*gradients)
+
+
+def test_trls_file_is_refused_under_unsloth_whose_loss_reads_no_weights(file: Any, monkeypatch: Any) -> None:
+    trainer = file("rc_trl.py")["CorrectedGRPOTrainer"]()
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    with pytest.raises(ValueError, match="Unsloth replaces this loss"):
+        trainer._generate_and_score_completions({})

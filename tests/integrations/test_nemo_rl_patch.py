@@ -119,6 +119,7 @@ def test_another_signature_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
 GSPO = {"loss_fn": {"sequence_level_importance_ratios": True}}
 ON_POLICY = {"loss_fn": {"force_on_policy_ratio": True}}
 CORRECTS = {"loss_fn": {"use_importance_sampling_correction": True}}
+RAW = {"policy": {"generation": {"temperature": 0.7, "vllm_cfg": {"logprobs_mode": "raw_logprobs"}}}}
 TYPED = {"loss_fn": {"truncated_importance_sampling_type": "tis"}}
 
 
@@ -129,6 +130,8 @@ TYPED = {"loss_fn": {"truncated_importance_sampling_type": "tis"}}
         (None, DECAY, {"data_plane": {"enabled": True}}, "data_plane.enabled must be false"),
         (TIS, None, ON_POLICY, "loss_fn.force_on_policy_ratio must be false"),
         (TIS, None, TYPED, "sampling_type must be null .* got 'tis'"),
+        (TIS, None, {"policy": {"generation": {"temperature": 0.0}}}, "generation.temperature must be above 0"),
+        (TIS, None, RAW, "logprobs_mode must be processed_logprobs at temperature 0.7"),
         (TIS, None, CORRECTS, "pi / mu would be counted twice"),
         (TIS, None, GSPO, "weight.level must be 'geometric' .* got 'token'"),
         (TIS, DECAY, {"policy": {"megatron_cfg": {"enabled": False}}}, "policy.megatron_cfg.enabled must be true"),
@@ -146,6 +149,7 @@ def test_a_configuration_that_cannot_be_honoured_is_refused_by_name(
     ("correction", "changes"),
     [
         (None, ON_POLICY),
+        (TIS, {"policy": {"generation": {"temperature": 1.0, "vllm_cfg": {"logprobs_mode": "raw_logprobs"}}}}),
         (RolloutCorrection(weight=Weight(level="geometric")), GSPO),
         (RolloutCorrection(reject=(Rejection(upper=2.0),)), GSPO),
         (TIS, {"policy": {"megatron_cfg": {"enabled": False}, "quant_cfg": "x.yaml"}}),

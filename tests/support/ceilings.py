@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 43_270, "triton_kernels": 3_140, "tests": 42_560, "benchmarks": 9_500, "": 99_100}
+LINES = {"megatron_rc": 43_290, "triton_kernels": 3_140, "tests": 42_570, "benchmarks": 9_500, "": 99_130}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_400

@@ -4,9 +4,10 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules, uncorrected_rules
+from megatron_rc.integrations.flag_rules import FlagRule, uncorrected_rules
 from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
 from megatron_rc.integrations.refusals import refused
+from megatron_rc.integrations.verl.sampling import SAMPLING, SAMPLING_RULES
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _VARIABLE = "MEGATRON_RC_CONFIG"
@@ -44,8 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "model_engine": None,
     **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
     **{_FUSED: False, _PADDING: True, _MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
-    **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
-    **{f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1},
+    **{f"{_ROLLOUT}.calculate_log_probs": True, **SAMPLING},
     **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
     **{
         _REPLAY: "disabled",
@@ -129,14 +129,6 @@ def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[f"{_ACTOR}.strategy"]) or "megatron" in args.program
 
 
-SAMPLING_RULES = (
-    *sampler_rules(f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.logprobs_mode"),
-    FlagRule("top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
-        "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
-        "biased on every token",
-        f"Set {_ROLLOUT}.top_p=1 and {_ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary"),
-)  # fmt: skip
-"""What makes log mu another quantity than log pi; a patched run with a correction refuses it."""
 RULES = (
     FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"] and _corrects(args),
         "the engine returns no log-probs, so the correction cannot act",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.integrations.verl.flag_rules import DEFAULTS, SAMPLING_RULES
+from megatron_rc.integrations.verl.sampling import SAMPLING, SAMPLING_RULES
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch, drops
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -66,7 +66,7 @@ class _Given(NamedTuple):
 
     def __getitem__(self, path: Any) -> Any:
         found = self.value(path)
-        return DEFAULTS[path] if found is None else found
+        return SAMPLING[path] if found is None else found
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
