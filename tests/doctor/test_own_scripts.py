@@ -39,7 +39,8 @@ def undecided(host: str, flags: Flags) -> set[str]:
 
 
 def with_enable(text: str, folder: Path) -> str:
-    """A script of slime or miles with the two flags of our page."""
+    """A script of slime or miles with the two flags of our page, and without weights of its own."""
+    text = re.sub(r"(?m)^ *--use-tis *\n", "", text)
     (folder / "rc.yaml").write_text("megatron_rc: {correction: token-tis, lr_rule: length_decay}\n")
     return text.replace("train.py", f"train.py --custom-config-path {folder}/rc.yaml {ENABLE}")
 
