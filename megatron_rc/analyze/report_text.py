@@ -111,13 +111,13 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
     if not whole.k3:
         return [("k3", "0: both lists are equal at every token")]
     tail = evidence.token_tail.k, evidence.sequence_tail.k
-    trusted = "weights of whole sequences cannot be trusted" if tail[1] > LIMIT else "below the limit of 0.7"
+    trusted = ": weights of whole sequences cannot be trusted" if tail[1] > LIMIT else ", below the limit of 0.7"
     return [
         ("k3", f"{whole.k3:.2e} nats per token"),
         ("sigma", f"{whole.sigma:.3f}: the noise of every logit that would give this gap"),
         ("T*", f"{growth.reach}: the length from which a sequence weight has a variance above e - 1"),
         ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
-        ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
+        ("k-hat", f"{number(tail[0])} of tokens; {number(tail[1])} of sequences{trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
         *([("log mu", _grid(found))] if (found := grid(evidence.sample)) else []),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
