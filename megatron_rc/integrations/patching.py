@@ -129,6 +129,7 @@ class Patch:
             if host.in_parts and self.active:
                 waiting = [symbol.path for symbol in host.replaceable if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
+            lines += _news(host, installed.version)
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
             lines += [f"head: {installed.head}"] if installed.head != LOGITS else []
             lines += [f"lr_rule: {installed.lr_rule}"] if installed.lr_rule is not None else []
@@ -150,12 +151,22 @@ class Patch:
         self.undo()
 
 
+def _news(host: Host, version: str | None) -> list[str]:
+    """What a host has that the patch was not made for."""
+    lines = []
+    if host.is_newer(version):
+        known = " and ".join(host.versions)
+        lines.append(f"newer than {known}: its {len(host.symbols)} symbols take what ours pass; nothing else was read")
+    added = [f"{found.symbol.path} takes {', '.join(found.added)}" for found in inspect_symbols(host) if found.added]
+    return lines + [f"new there: {'; '.join(added)}"] * bool(added)
+
+
 def _inspected(host: Host) -> str | None:
     """The version of a host; ValueError if a symbol in its files is not as expected."""
     if not host.is_importable():
         raise ValueError(f"{host.name} cannot be imported: no module {host.module} on sys.path")
     version = host.read_version()
-    if not host.knows(version):
+    if not host.knows(version) and not host.is_newer(version):
         raise ValueError(f"{host.name} must be of version {' or '.join(host.versions)}, found {version}")
     problems = [inspected.problem for inspected in inspect_symbols(host) if inspected.problem]
     if problems:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.settings.head import Head
-from megatron_rc.versions import Range, find_module, is_release
+from megatron_rc.versions import Range, find_module, is_older, is_release
 
 Function = Callable[..., Any]
 
@@ -112,6 +112,10 @@ class Host:
         """Whether the symbols of this version were read; a host without versions is judged by its symbols alone."""
         return not self.versions or is_release(version, self.versions)
 
+    def is_newer(self, version: str | None) -> bool:
+        """Whether this version came after all whose symbols were read: they are looked up all the same."""
+        return version is not None and not self.knows(version) and not is_older(version, self.versions[-1])
+
 
 def replaced_by(
     module: str, name: str, *, when: Callable[[Any], bool] = lambda session: True
@@ -139,6 +143,8 @@ class Inspected(NamedTuple):
     """As in `Symbol.parameters`; None where the symbol is missing."""
     problem: str | None
     """Why it cannot be replaced, one sentence; None where it can."""
+    added: tuple[str, ...] = ()
+    """Optional parameters that the patch does not know."""
 
 
 def inspect_symbols(host: Host) -> list[Inspected]:
@@ -154,9 +160,41 @@ def _inspect(symbol: Symbol) -> Inspected:
     if node is None:
         return Inspected(symbol, None, f"{symbol.path} is missing from {spec.origin}")
     parameters, problem = parameters_of(node), None
-    if parameters != symbol.parameters:
+    added = _added(parameters, symbol.parameters)
+    if added is None:
         problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
-    return Inspected(symbol, parameters, problem)
+    return Inspected(symbol, parameters, problem, added or ())
+
+
+def _added(found: str, expected: str) -> tuple[str, ...] | None:
+    """The optional parameters that a def has besides the expected ones, which stand where they are expected.
+
+    None where an expected one is missing, has moved or has another default, or a new one must be given.
+    """
+    (theirs, by_keyword), (ours, ours_by_keyword) = map(_defaults, (found, expected))
+    both, wanted = theirs | by_keyword, ours | ours_by_keyword
+    if list(theirs)[: len(ours)] != list(ours) or not ours_by_keyword.keys() <= by_keyword.keys():
+        return None
+    if any(both[name] != default for name, default in wanted.items()):
+        return None
+    added = tuple(name for name in both if name not in wanted)
+    return None if any(both[name] is None for name in added) else added
+
+
+def _defaults(parameters: str) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """The default of each parameter, None where there is none: those by position, and those by keyword alone."""
+    expression = ast.parse(f"lambda {parameters}: 0", mode="eval").body
+    assert isinstance(expression, ast.Lambda)
+    arguments = expression.args
+    positional, defaults = [*arguments.posonlyargs, *arguments.args], [*map(ast.unparse, arguments.defaults)]
+    by_position = dict.fromkeys((each.arg for each in positional), None) | dict(
+        zip((each.arg for each in positional[len(positional) - len(defaults) :]), defaults, strict=True)
+    )
+    by_keyword = {
+        each.arg: None if default is None else ast.unparse(default)
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    }
+    return by_position, by_keyword | {f"*{each.arg}": "" for each in (arguments.vararg, arguments.kwarg) if each}
 
 
 def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

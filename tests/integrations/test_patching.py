@@ -202,6 +202,16 @@ def test_a_missing_or_changed_symbol_is_named_before_any_is_replaced(files: Path
     assert dict(vars(module("core"))) == before
 
 
+def test_a_newer_host_with_optional_parameters_more_is_patched_and_the_report_says_what_is_new(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (files / "core.py").write_text(SOURCE.replace("mask=None)", "mask=None, clock=None)").replace("(x):", "(x, y=0):"))
+    use(monkeypatch, read_version=lambda: "1.20")
+    with patch("tiny", correction=NONE) as patched:
+        assert "newer than 1.2: its 3 symbols take what ours pass" in patched.report()
+        assert "new there: tiny_host.core.loss takes clock; tiny_host.core.decorated takes y" in patched.report()
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_symbol_that_somebody_else_replaced_is_refused(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
     own = module("core").loss
@@ -252,7 +262,7 @@ def test_what_replacements_attached_is_released_with_the_last_patch(monkeypatch:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"read_version": lambda: "1.20"}, r"tiny must be of version 1.2, found 1.20"),
+        ({"read_version": lambda: "1.1.9"}, r"tiny must be of version 1.2, found 1.1.9"),
         ({"read_version": lambda: None}, r"tiny must be of version 1.2, found None"),
         ({"module": "tiny_host.absent"}, "no module tiny_host.absent"),
     ],

@@ -48,6 +48,9 @@ def symbol_checks(host: Host) -> Registry[HostFacts]:
             inspected = facts.symbols[path]
             if inspected.problem:
                 return error(inspected.problem, fix)
+            if inspected.added:
+                new = ", ".join(inspected.added)
+                return warning(f"takes {new}, too, which the patch does not know; {summary}", fix)
             return good(f"takes ({inspected.parameters}); {summary}")
 
         registry.add(Check(symbol.path, "signature in the source against that of the patch", look))
@@ -74,6 +77,8 @@ def version(facts: HostFacts) -> Finding:
     host = facts.host
     if not host.knows(facts.version):
         problem = f"{host.name} is of version {facts.version}, and patch knows {', '.join(host.versions)}"
+        if host.is_newer(facts.version):
+            return warning(f"{problem}; the parameters of its symbols were compared, and no more", "Begin with none.")
         return error(problem, "Use a version that patch knows.")
     return good(f"version {facts.version or 'unknown'}; tested: {host.tested}")
 
