@@ -71,7 +71,7 @@ COMMUNICATOR = "p2p_communicator=None"
         ),
         (
             "warning",
-            ("training/training.py", "iteration=None", "iteration=None, clock=None"),
+            ("training/training.py", "p2p_communicator=None", "p2p_communicator=None, clock=None"),
             "train_step",
             "takes clock",
         ),
@@ -84,7 +84,8 @@ def test_a_changed_host_is_an_error_and_one_with_more_a_warning(
     file, before, after = change
     (stub / file).write_text((stub / file).read_text().replace(before, after))
     (finding,) = [f for name, f in found().items() if name.endswith(check)]
-    assert finding.status == status and sentence in finding.found and finding.fix
+    assert finding.status == status, finding.found
+    assert sentence in finding.found and finding.fix
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,8 @@ LIBRARIES: dict[str, Any] = {
 def test_what_a_python_lacks(changes: dict[str, Any], check: str, status: str, sentence: str) -> None:
     facts = Environment(**{"megatron_core": "0.19.2", "libraries": LIBRARIES, "apex_kernels": True} | changes)
     (finding,) = [f for f in ENVIRONMENT.run(facts) if f.check == check]
-    assert finding.status == status and sentence in finding.found
+    assert finding.status == status, finding.found
+    assert sentence in finding.found
     assert bool(finding.fix) == (status != "good")
 
 
