@@ -282,3 +282,8 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     assert terminal.host_named("megatron-lm") == "Megatron-LM"
     with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
         terminal.host_named("prime-rl")
+
+
+def test_what_is_shared_names_no_path() -> None:
+    text = terminal.text(diagnosis_named("one stale server"), share=True)
+    assert SOURCE not in text and "Server c" not in text and "RC303" in text

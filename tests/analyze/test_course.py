@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from simulated_dumps import diagnosed
 
-from megatron_rc.analyze import report_text
+from megatron_rc.analyze import output, report_text
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.pages.steps import over_steps
 from megatron_rc.analyze.statistics.changes import find_changes
@@ -248,3 +248,12 @@ def test_what_is_not_known_is_named() -> None:
     assert course is not None
     assert set(course.missing) == {"reward", "entropy"}
     assert math.isnan(course.series["grad_norm"][1])
+
+
+def test_json_holds_the_course_and_the_decomposition() -> None:
+    found = json.loads(output.to_json(diagnosed(*(step_chunk(s, 7, sequences=12) for s in range(12)))))
+    assert found["timeline"]["step"] == list(range(12))
+    assert len(found["timeline"]["series"]["k3"]) == 12
+    assert set(found["decomposition"]["parts"]) == {"engine", "entropy", "tail", "length"}
+    short = json.loads(output.to_json(diagnosed(step_chunk(0, 7))))
+    assert short["timeline"] is None and short["decomposition"] is None

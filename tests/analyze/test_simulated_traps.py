@@ -14,7 +14,6 @@ from simulated_dumps import (
     honest,
     levels,
     log_softmax,
-    noisier,
     padded_vocabulary,
     sampled,
     small_honest,
@@ -45,17 +44,6 @@ def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
         assert not {Level.BUG, Level.SUSPECT} & set(verdicts.values())
     else:
         assert verdicts == {code: Level.SUSPECT if code in SUSPECTS else Level.BUG}
-
-
-def test_responses_that_fail_by_prompt_are_counted_and_explained_by_their_prompt() -> None:
-    prompt = np.arange(192) // 2
-    w = world(2)
-    found = diagnosed(noisier(w, 0.8, prompt[w.sequence] % 10 == 5, group=prompt))
-    evidence = found.evidence
-    assert levels(found) == {"RC402": Level.SUSPECT} and found.verdicts[0].numbers["failed"] == 20
-    assert max(evidence.profiles, key=lambda name: evidence.profiles[name].explained) == "group"
-    assert evidence.profiles["group"].explained > 0.5 and evidence.significant(evidence.factor_tests["group"])
-    assert not evidence.significant(evidence.whole.z_ratio), "an engine that logs what it draws is honest"
 
 
 def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -> None:

@@ -9,6 +9,7 @@ import pytest
 import resources
 import sass
 from kernel_calls import ON_A_CARD, every_call
+from tested_kernels import kernel_names
 
 from megatron_rc.kernels.launch_table import LAUNCH
 
@@ -19,7 +20,7 @@ EVERY_RUN = ("sm_90", "gfx942")
 @pytest.mark.parametrize(
     "target", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.full) for name in aot.TARGETS]
 )
-@pytest.mark.parametrize("kernel", aot.kernel_names())
+@pytest.mark.parametrize("kernel", kernel_names())
 def test_it_compiles_without_spilling_a_register(kernel: str, target: str, pytestconfig: pytest.Config) -> None:
     # in every run, the many variants of the correction are of aligned memory alone, and AMD has one variant a kernel
     thinned = "natural" if kernel == "correction_fwd_kernel" else "all"
@@ -40,7 +41,7 @@ LISTED_IN_EVERY_RUN = ("normalize_fwd_kernel", "policy_loss_fwd_kernel")
 @resources.of_this_compiler
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kernel", [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in aot.kernel_names()]
+    "kernel", [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in kernel_names()]
 )
 def test_the_committed_registers_spills_and_barriers_are_what_the_compiler_says_today(kernel: str) -> None:
     committed = json.loads(resources.FILE.read_text())["kernels"]
@@ -56,7 +57,7 @@ def test_every_entry_of_the_launch_table_is_compiled() -> None:
 def test_the_committed_resources_are_of_todays_kernels_and_launch_shapes() -> None:
     found = json.loads(resources.FILE.read_text())
     assert found["launch"] == {name: list(launch) for name, launch in LAUNCH.items()}
-    assert list(found["kernels"]) == aot.kernel_names()
+    assert list(found["kernels"]) == kernel_names()
     assert all(used["most spilled"] == 0 for used in found["kernels"].values())
 
 

@@ -42,6 +42,11 @@ def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, co
     assert_agrees(batch, correction)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_that_of_pytorch_in_fp64(name: str) -> None:
+    assert_agrees(batch_of([9, 0, 2 * UNIT_BLOCK + 1, 1], gap=0.1, corrupt=0.02), PRESETS[name].correction)
+
+
 @pytest.mark.parametrize("ids", [None, "batch", "sequence"])
 @pytest.mark.parametrize("density", [0.97, 0.5])
 def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: str | None, density: float) -> None:

@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from correction_book import case
 from extras import correct
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_correction_data import UNIT_BLOCK, corrections
 from test_contract import (  # noqa: F401
     test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences,
     test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit,
@@ -16,6 +20,7 @@ from test_contract import (  # noqa: F401
     test_values_that_only_the_device_knows_are_checked_where_asked,
 )
 from test_correction import (  # noqa: F401
+    check,
     test_a_log_prob_that_rounding_lifts_above_0_is_whole_and_what_is_above_is_named_beside_nan,
     test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped,
     test_a_ratio_exactly_on_a_bound_is_kept,
@@ -30,6 +35,24 @@ from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 pytestmark += [pytest.mark.usefixtures("small_chunks")]
+
+
+def in_the_book(correction: RolloutCorrection) -> bool:
+    """Whether the definitions of the tests cover it; the others are compared with PyTorch."""
+    two_factors = correction.weight is not None and correction.weight.staleness_upper is not None
+    return not two_factors and all(gate.statistic != "novelty" for gate in correction.reject)
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, UNIT_BLOCK, 25]), max_size=4),
+    seed=st.integers(0, 999),
+    correction=corrections().filter(in_the_book),
+)
+def test_any_correction_follows_its_definition(lengths: list[int], seed: int, correction: RolloutCorrection) -> None:
+    batch = case(lengths, seed=seed)
+    batch.lags = torch.randint(0, 9, batch.mask.shape, generator=torch.Generator().manual_seed(seed))
+    check(batch, correction)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Compile every kernel ahead of time, without a GPU, and read what it costs."""
 
-import ast
 import importlib
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton
+from tested_kernels import KERNELS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -33,17 +33,8 @@ ONE_TARGET = "sm_90"
 """Where variants are compiled whose code differs before the target matters."""
 
 
-FILES = sorted((Path(__file__).parents[2] / "megatron_rc/kernels").glob("*.py"))
-
-
-def kernel_names() -> list[str]:
-    """Every @triton.jit function named *_kernel, read from the source."""
-    nodes = [node for path in FILES for node in ast.parse(path.read_text()).body]
-    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
-
-
 def kernel_modules() -> list[ModuleType]:
-    return [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in FILES]
+    return [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
 
 
 class _ReadTable(dict[str, Any]):

@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # speed counts l
 import pytest
 import sass
 import triton
-from aot import ONE_TARGET, fresh_cache, kernel_names, resources
+from aot import ONE_TARGET, fresh_cache, resources
+from tested_kernels import kernel_names
 
 from megatron_rc.kernels.launch_table import LAUNCH
 

@@ -24,6 +24,7 @@ from ceilings import SECONDS
 from distributed import interpreter_of_this_run
 from hypothesis import settings
 from on_device import CARD, DEVICE, INTERPRETED, MadeByTests
+from tested_kernels import TestedKernels
 
 from megatron_rc.backend import set_debug_checks
 
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TestedKernels(config))
     config.addinivalue_line("markers", "timeout: as the setting timeout, for one test")
 
 
