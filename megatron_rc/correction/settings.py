@@ -9,6 +9,7 @@ from megatron_rc.correction.presets import METHODS, Method
 from megatron_rc.correction.rejection import STANDARDIZED as STANDARDIZED
 from megatron_rc.correction.rejection import STATISTICS as STATISTICS
 from megatron_rc.correction.rejection import Rejection as Rejection
+from megatron_rc.correction.weight import MODES
 from megatron_rc.correction.weight import Unit as Unit
 from megatron_rc.correction.weight import Weight as Weight
 from megatron_rc.schema.limits import check_one_of, check_positive
@@ -66,6 +67,16 @@ class RolloutCorrection:
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
                 "time, and a mean over less than the batch would depend on how the batch was cut"
             )
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes a loss, rather than only measuring."""
+        return self.weight is not None or bool(self.reject)
+
+    @property
+    def drops(self) -> bool:
+        """Whether it drops tokens."""
+        return bool(self.reject) or (self.weight is not None and MODES[self.weight.mode].drops)
 
     def judges(self, statistic: str) -> bool:
         """Whether a rejection is on this statistic."""

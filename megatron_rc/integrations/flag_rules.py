@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Severity = Literal["error", "warning", "note"]
 """error: the gradient is wrong or the job fails. warning: a gap between the policies that a setting closes, or a
@@ -69,6 +69,22 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
             continue
         if mistake := rule.mistake(complete):
             raise ValueError((f"{host}: " if host else "") + rule.refusal(mistake))
+
+
+class _ByPath(NamedTuple):
+    value: Callable[[str], Any]
+    defaults: Mapping[str, Any]
+
+    def __getitem__(self, path: Any) -> Any:
+        found = self.value(path)
+        return self.defaults[path] if found is None else found
+
+
+def refuse_by_path(rules: Iterable[FlagRule], value: Callable[[str], Any], defaults: Mapping[str, Any]) -> None:
+    """`refuse` for a configuration that ``value`` reads by dotted path, None where it has no such setting."""
+    for rule in rules:
+        if mistake := rule.mistake(_ByPath(value, defaults)):
+            raise ValueError(rule.refusal(mistake))
 
 
 def uncorrected_rules(

@@ -13,7 +13,7 @@ _NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "m
 _QUANTIZED_NAMES = ("fp8", "fp4", "int4", "awq", "gptq")
 _MOE_NAMES = re.compile(
     # the active parameters, as in Qwen3-30B-A3B
-    r"-a\d+(\.\d+)?b|moe|mixtral|dbrx|moonlight|gpt-oss|glm-(4\.[5-9]|5)|deepseek-v[2-4]|deepseek-r1(?!-distill)|kimi-k"
+    r"(?<![a-z0-9])a\d+(\.\d+)?b|moe|mixtral|dbrx|moonlight|gpt-oss|glm-(4\.[5-9]|5)|deepseek-v[2-4]|deepseek-r1(?!-distill)|kimi-k"
     r"|minimax-(m|text)|llama-?4-|step-?3|nano-30b|qwen2-57b|qwen3-(coder-)?next|nemotron-3-(super|ultra)|grok|longcat"
 )
 """Names of models with experts; `config.json` says more where it is here."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.correction.weight import MODES
 from megatron_rc.loss.options import check_surrogate
 from megatron_rc.settings.dump import COMPUTED_ON_DEMAND
 from megatron_rc.settings.job import JobSettings
@@ -39,11 +38,6 @@ def check(job: JobSettings, *, every_step: bool = True, ranks: int = 1) -> None:
 
 def _splits(correction: RolloutCorrection) -> bool:
     return correction.weight is not None and correction.weight.staleness_upper is not None
-
-
-def _drops(correction: RolloutCorrection) -> bool:
-    by_weight = correction.weight is not None and MODES[correction.weight.mode].drops
-    return by_weight or bool(correction.reject)
 
 
 def _column(name: str) -> tuple[Combination, ...]:
@@ -91,7 +85,7 @@ COMBINATIONS = (
         "weights of the whole batch are not known before its update",
     ),
     Combination(
-        lambda job, start: job.train.control == "random-mask" and not _drops(job.correction),
+        lambda job, start: job.train.control == "random-mask" and not job.correction.drops,
         "train.control must not be 'random-mask' for a correction that drops nothing",
     ),
     Combination(

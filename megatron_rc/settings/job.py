@@ -65,8 +65,8 @@ class JobSettings(CurrentNames):
         correction = data.get("correction") if isinstance(data, dict) else None
         name = correction.get("preset") if isinstance(correction, dict) else correction
         options = dict(PRESETS[name].loss) if isinstance(name, str) and name in PRESETS else {}
-        if isinstance(correction, dict) and isinstance(correction.get("surrogate"), str):
-            options["surrogate"] = correction["surrogate"]
+        if isinstance(correction, dict) and "surrogate" in correction:
+            options = {**options, "surrogate": correction["surrogate"]} if correction["surrogate"] else {}
         given = data.get("loss", {}) if options else None
         return {**data, "loss": {**options, **given}} if isinstance(given, dict) else data
 

@@ -80,7 +80,7 @@ def test_nothing_hides_in_a_list_that_no_line_fills_nor_in_a_path_behind_a_varia
     file.write_text(f"# don't\npython train.py --lr 1 ${{EVAL_ARGS[@]}} --eval-prompt-data aime {path}\n")
     flags = Flags.of_file(file)
     assert not flags.hidden and Arguments(flags, {"num_experts": None}, None).num_experts is None
-    for filled in ("mapfile -t EVAL_ARGS < args.txt", "source $ELSEWHERE/args.sh"):
+    for filled in ("mapfile -t EVAL_ARGS < args.txt", "source $ELSEWHERE/args.sh", 'eval "$(python a.py)"'):
         file.write_text(f"{filled}\npython train.py --lr 1 ${{EVAL_ARGS[@]}}\n")
         assert Flags.of_file(file).hidden == ("${EVAL_ARGS[@]}",)
 
@@ -88,7 +88,7 @@ def test_nothing_hides_in_a_list_that_no_line_fills_nor_in_a_path_behind_a_varia
 @pytest.mark.parametrize(
     ("name", "is_moe"),
     [("openai/gpt-oss-20b", True), ("zai-org/GLM-4.6", True), ("MiniMaxAI/MiniMax-M2.5", True),
-     ("a/Gemma-4-26B-A4B", True),
+     ("a/Gemma_4_26B_A4B", True),
      ("deepseek-ai/DeepSeek-V2-Lite", True), ("deepseek-ai/DeepSeek-R1", True), ("Qwen/Qwen3-Coder-Next", True),
      ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False), ("Qwen/Qwen3-8B", False), ("meta-llama/Llama-3.1-8B", False),
      ("zai-org/glm-4-9b-chat", False), ("google/gemma-3-27b-it", False)],

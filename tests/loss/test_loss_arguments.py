@@ -1,6 +1,6 @@
 """The arguments and options of the loss: layouts, dtypes, what has a gradient, what is refused; no call waits."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rc import loss as room
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection, Weight
+from megatron_rc.correction.settings import RolloutCorrection, Surrogate, Weight
 from megatron_rc.loss import reference
 from megatron_rc.loss.advantages import (
     ADVANTAGES,
@@ -125,6 +125,7 @@ def test_the_story_of_the_room_is_the_loss() -> None:
 
 def test_every_row_has_a_sentence_and_its_formula() -> None:
     assert reference._SURROGATES.keys() == SURROGATES.keys()
+    assert (*get_args(Surrogate),) == (*SURROGATES,)
     assert reference._KL_ESTIMATORS.keys() == KL_ESTIMATORS.keys()
     rows = [*SURROGATES.values(), *AGGREGATIONS.values(), *ADVANTAGES.values()]
     assert all(sentence.endswith(".") for sentence in [*(row.sentence for row in rows), *KL_ESTIMATORS.values()])

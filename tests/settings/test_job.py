@@ -10,6 +10,7 @@ from megatron_rc.settings import job
     [
         ("correction: cispo", "cispo", (1.0, 3.0)),
         ("{correction: {preset: cispo, old: recompute}, loss: {clip_upper: 4}}", "cispo", (1.0, 4.0)),
+        ("correction: {preset: cispo, surrogate: null}", "ppo", (0.2, 0.28)),
         ("correction: {surrogate: reinforce}", "reinforce", (0.2, 0.28)),
         ("{correction: token-tis, loss: {surrogate: reinforce}}", "reinforce", (0.2, 0.28)),
         ("correction: token-tis", "ppo", (0.2, 0.28)),

@@ -39,7 +39,7 @@ class Script:
 
     def may_have(self, array: str) -> bool:
         """Whether a file that is not here, or a command, may fill an array; none is inherited from outside."""
-        others = re.compile(rf"\b{array}\b(?!\[)")
+        others = re.compile(rf"(?m)\b{array}\b(?!\[)|^\s*eval\s")
         return _HIDDEN in self.texts or any(others.search(text) for text in self.texts)
 
     def value(self, name: str) -> str | None:
@@ -209,8 +209,8 @@ def _commands(path: Path) -> list[tuple[list[str], bool]]:
     The value of an array is one word: NAME= and a mark, then its words, each with a zero byte after it.
     """
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    script_text = _OUTSIDE.sub(lambda found: "" if found[0].startswith("#") else found[0], text) + "\n"
-    lexer = shlex.shlex(script_text, posix=True, punctuation_chars=";&|()\n")
+    text = _OUTSIDE.sub(lambda found: "" if found[0].startswith("#") else found[0], text) + "\n"
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
         tokens = list(lexer)

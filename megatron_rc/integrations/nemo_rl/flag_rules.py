@@ -28,8 +28,10 @@ def _is_fp8(args: Any) -> bool:
 
 _PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
 
+SAMPLING_RULES = sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode")
+"""A patched run with a correction refuses these mistakes, too."""
 RULES = (
-    *sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode"),
+    *SAMPLING_RULES,
     FlagRule("fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
         "rollouts are FP8 and use_importance_sampling_correction is off: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts are not quantised, or corrected"),

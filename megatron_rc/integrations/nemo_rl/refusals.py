@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Any, NoReturn
 
+from megatron_rc.integrations.flag_rules import refuse_by_path
+from megatron_rc.integrations.nemo_rl.flag_rules import DEFAULTS, SAMPLING_RULES
 from megatron_rc.integrations.nemo_rl.session import Session
 from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
-
-_GENERATION = "policy.generation"
 
 
 def refuse(session: Session, config: Any) -> None:
@@ -16,17 +16,11 @@ def refuse(session: Session, config: Any) -> None:
     corrects, decays = session.correction is not None, session.lr_rule is not None
     truncation = at("loss_fn.truncated_importance_sampling_type")
     weight = session.correction.weight if session.correction is not None else None
-    temperature = at(f"{_GENERATION}.temperature")
-    is_raw = at(f"{_GENERATION}.vllm_cfg.logprobs_mode") not in (None, "processed_logprobs")
     for wrong, sentence in (
         (at("data_plane.enabled"), "data_plane.enabled must be false in a patched run: with it no rollout is on the "
          "process that runs the script, where it is corrected"),
         (corrects and at("loss_fn.force_on_policy_ratio"), "loss_fn.force_on_policy_ratio must be false in a corrected "
          "run: it needs the log-probs before the update, which the host then leaves out"),
-        (corrects and temperature is not None and temperature <= 0,
-         f"{_GENERATION}.temperature must be above 0: a greedy sampler has no log-prob to compare with"),
-        (corrects and is_raw and temperature not in (None, 1), f"{_GENERATION}.vllm_cfg.logprobs_mode must be "
-         f"processed_logprobs at temperature {temperature}: raw log-probs are those before it"),
         (corrects and truncation is not None, "loss_fn.truncated_importance_sampling_type must be null next to the "
          f"correction of megatron_rc, got {truncation!r}: one of them corrects"),
         (corrects and at("loss_fn.use_importance_sampling_correction") and not demanded(config),
@@ -42,6 +36,8 @@ def refuse(session: Session, config: Any) -> None:
     ):  # fmt: skip
         if wrong:
             raise ValueError(sentence)
+    if corrects:
+        refuse_by_path(SAMPLING_RULES, at, DEFAULTS)
 
 
 def demanded(config: Any) -> bool:

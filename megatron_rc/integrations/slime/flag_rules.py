@@ -46,10 +46,9 @@ def _corrects(args: Any) -> bool:
     if not ours:
         return False
     try:
-        correction = read(args).correction
+        return read(args).correction.acts
     except ValueError:
         return False
-    return correction.weight is not None or bool(correction.reject)
 
 
 def _only_drops(args: Any) -> bool:

@@ -92,9 +92,8 @@ def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
 
 def _refuse_their_weights(args: Any, correction: RolloutCorrection) -> None:
     """Refuse --use-tis of the script itself, which the hook would replace, by nothing where the correction is none."""
-    acts = correction.weight is not None or bool(correction.reject)
     # with a critic the driver of train_async.py reads the argument before `enable` runs
-    wanted_by_driver = getattr(args, "use_critic", False) and acts
+    wanted_by_driver = getattr(args, "use_critic", False) and correction.acts
     if not getattr(args, "use_tis", False) or names(args, "tis") or wanted_by_driver:
         return
     upper, lower = getattr(args, "tis_clip", 2.0), getattr(args, "tis_clip_low", 0.0)

@@ -51,7 +51,7 @@ def _steps_per_rollout(args: Any) -> int:
 
 def _is_unapplied(args: Any) -> bool:
     """Whether the settings have a weight or a rejection, and no hook that is named and called applies it."""
-    acts = args.correction.weight is not None or bool(args.correction.reject)
+    acts = args.correction.acts
     by_tis = names(args, "tis") and args.use_tis
     by_loss = names(args, "loss") and args.loss_type == "custom_loss"
     return acts and not (names(args, "rollout_data") or by_tis or by_loss)

@@ -50,7 +50,8 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
         data[WEIGHTS] = corrected.weights
         gaps = _gaps(data)
         state.has_gaps = bool(gaps.any())
-        data["old_log_probs"] = _filled(data, gaps)
+        if state.has_gaps:
+            data["old_log_probs"] = _filled(data, gaps)
     return batch, checked_metrics(state, corrected.metrics)
 
 
@@ -122,7 +123,7 @@ def _kept(data: Any) -> Tensor:
 
 
 def _gaps(data: Any) -> Tensor:
-    """Dropped tokens of which the trainer has no log-prob: 0 times NaN is NaN."""
+    """Marks the dropped tokens without a log-prob of the trainer; their weight 0 times NaN would be NaN."""
     return (data[WEIGHTS] == 0) & ~data["old_log_probs"].isfinite()
 
 

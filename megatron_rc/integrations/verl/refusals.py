@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron_rc.integrations.flag_rules import refuse_by_path
 from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.sampling import SAMPLING, SAMPLING_RULES
-from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch, drops
+from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STRATEGY, _LOSS = f"{_ACTOR}.strategy", f"{_ACTOR}.policy_loss.loss_mode"
@@ -54,19 +55,7 @@ def refuse(state: VerlPatch, config: Any) -> None:
     value = partial(value_at, config)
     refuse_values(state, value)
     if state.corrects:
-        for rule in SAMPLING_RULES:
-            if mistake := rule.mistake(_Given(value)):
-                raise ValueError(rule.refusal(mistake))
-
-
-class _Given(NamedTuple):
-    """A configuration as the rules read it: by dotted path, with defaults."""
-
-    value: Callable[[str], Any]
-
-    def __getitem__(self, path: Any) -> Any:
-        found = self.value(path)
-        return SAMPLING[path] if found is None else found
+        refuse_by_path(SAMPLING_RULES, value, SAMPLING)
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
@@ -102,7 +91,7 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
     if state.settings.inner != "vanilla" and loss_mode != LOSS_MODE:
         raise ValueError(f"inner acts only with {_LOSS}={LOSS_MODE}, got {loss_mode}")
     inner = state.settings.inner if loss_mode == LOSS_MODE else loss_mode
-    if inner in ("clip_cov", "kl_cov") and drops(state.correction):
+    if inner in ("clip_cov", "kl_cov") and state.correction.drops:
         raise ValueError(
             f"{_LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
             "the others for its quota"
@@ -136,7 +125,7 @@ def _refuse_two_corrections(state: VerlPatch, value: Callable[[str], Any]) -> No
                 f"{path} must be null next to the correction of {VARIABLE}, got {value(path)}: one of them corrects"
             )
     for path, default in _OF_THEIR_CORRECTION.items():
-        if value(path) not in (None, default):
+        if value(path) not in (None, default, str(default)):
             raise ValueError(f"{path} must be {default}, its default, next to {VARIABLE}, which does not read it")
     refuse_bypass(state, bool(value(f"{_CORRECTION}.bypass_mode")))
 

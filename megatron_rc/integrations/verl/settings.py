@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.correction.weight import MODES
 from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
@@ -66,12 +65,6 @@ class VerlSettings(CurrentNames):
         return schema.dump_yaml(schema.to_dict(self), one_line=True)
 
 
-def drops(correction: RolloutCorrection) -> bool:
-    """Whether it drops tokens."""
-    weight = correction.weight
-    return bool(correction.reject) or (weight is not None and MODES[weight.mode].drops)
-
-
 def read(text: str) -> VerlSettings:
     """Settings from a YAML file or its text; ValueError names a wrong field."""
     return schema.from_dict(VerlSettings, schema.load_yaml(text), where=VARIABLE)
@@ -104,7 +97,7 @@ class VerlPatch(HoldsRule):
     @property
     def acts(self) -> bool:
         """Whether the correction changes a loss, rather than only measuring."""
-        return self.correction.weight is not None or bool(self.correction.reject)
+        return self.correction.acts
 
     @property
     def by_the_loss(self) -> bool:
@@ -170,7 +163,7 @@ def refuse_settings(settings: VerlSettings) -> None:
          "surrogate must not be 'cispo' with verl, whose own loss of that name is inner: cispo"),
         (not two_policies and judges_advantages,
          "when must be 'always' unless old is 'rollout': verl corrects a rollout before it computes advantages"),
-        (kept and not (settings.correction and drops(correction)),
+        (kept and not correction.drops,
          "denominator must be 'original' with a correction that drops nothing"),
         (by_length(settings.lr_rule) and kept,
          "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"),
