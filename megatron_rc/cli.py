@@ -269,20 +269,6 @@ def model(
     print(convert(source, folder))
 
 
-@app.command()
-def migrate(
-    files: Annotated[list[Path], typer.Argument(metavar="YAML...", help="Settings of a job, grid or patched host.")],
-) -> None:
-    """Rewrite YAML files in place, with the names that settings have today, and print every change.
-
-    Comments and layout stay. The file that `base` names is rewritten with each.
-    """
-    from megatron_rc.settings.renamed import migrate
-
-    for sentence in migrate(files):
-        print(sentence)
-
-
 _PAGES = {
     "settings": "Print every field of the YAML with its type, default and meaning (Markdown).",
     "presets": "Print the correction presets with their settings and sources (Markdown).",
