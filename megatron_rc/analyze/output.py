@@ -20,7 +20,7 @@ SCHEMA_VERSION = 2
 
 
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:
-    """The diagnosis in numbers; docs/analyze.md says what each key means.
+    """The diagnosis in numbers; docs/analyze_json.md says what each key means.
 
     ``share`` leaves out what may name people, machines or text: path, names of servers, groups, token ids. ``what_if``
     computes what each correction would do; else the key what_if is null.
