@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rc import versions
 
 if TYPE_CHECKING:
+    from megatron_rc.batch import TopIds
     from megatron_rc.correction.correct import Corrected, correct
     from megatron_rc.correction.inputs import Extras
     from megatron_rc.correction.metrics import MetricSums
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_rc.learning_rate.length_decay import LengthDecayLR
     from megatron_rc.learning_rate.mismatch import MismatchLR
     from megatron_rc.learning_rate.surge import SurgeDetector
+    from megatron_rc.logprobs.centered import CenteredLogprobs, centered_logprobs, linear_centered_logprobs
     from megatron_rc.logprobs.inputs import HeadInputs
     from megatron_rc.logprobs.linear import LinearPolicyLoss, linear_logprobs, linear_policy_loss
     from megatron_rc.logprobs.logits import vocab_parallel_logprobs
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CenteredLogprobs",
     "Corrected",
     "Extras",
     "HeadInputs",
@@ -42,9 +45,12 @@ __all__ = [
     "Rejection",
     "RolloutCorrection",
     "SurgeDetector",
+    "TopIds",
     "Weight",
+    "centered_logprobs",
     "correct",
     "hidden_states",
+    "linear_centered_logprobs",
     "linear_logprobs",
     "linear_policy_loss",
     "loss_scale",
@@ -54,6 +60,7 @@ __all__ = [
 ]
 
 _NAMES_IN = {
+    "batch": ("TopIds",),
     "correction.correct": ("Corrected", "correct"),
     "correction.inputs": ("Extras",),
     "correction.metrics": ("MetricSums",),
@@ -62,6 +69,7 @@ _NAMES_IN = {
     "learning_rate.length_decay": ("LengthDecayLR",),
     "learning_rate.mismatch": ("MismatchLR",),
     "learning_rate.surge": ("SurgeDetector",),
+    "logprobs.centered": ("CenteredLogprobs", "centered_logprobs", "linear_centered_logprobs"),
     "logprobs.inputs": ("HeadInputs",),
     "logprobs.linear": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
     "logprobs.logits": ("vocab_parallel_logprobs",),

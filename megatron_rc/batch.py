@@ -33,6 +33,22 @@ class Support(NamedTuple):
         return Support(self.ids.to(device), self.offsets.to(device))
 
 
+class TopIds(NamedTuple):
+    """The sampler's k most probable ids of every row, with the mass that they have in the whole vocabulary."""
+
+    ids: Tensor
+    """[N, k] int32, global ids, distinct within a row; -1 where a row has fewer."""
+    rollout_logprobs: Tensor
+    """[N, k] fp32, nats: log mu of each id, of the distribution that drew; anything where the id is -1."""
+
+    def select(self, rows: Tensor | slice) -> TopIds:
+        """The ids of ``rows`` [M] (int64), in that order."""
+        return TopIds(self.ids[rows], self.rollout_logprobs[rows])
+
+    def to(self, device: torch.device) -> TopIds:
+        return TopIds(self.ids.to(device), self.rollout_logprobs.to(device))
+
+
 @dataclass
 class TokenBatch:
     """S packed sequences with N tokens in all. Row t of every [N] tensor belongs to logits row t.
@@ -67,6 +83,8 @@ class TokenBatch:
     advantages: Tensor | None = None
     """[S] fp32."""
     support: Support | None = None
+    top: TopIds | None = None
+    """Rows that predict no output token have no id."""
     routes: Tensor | None = None
     """[N, layers, k] int32; the row of the last token of a sequence is zeros."""
     truncated: Tensor | None = None
@@ -143,6 +161,7 @@ class TokenBatch:
             rewards=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
             groups=None if groups is None else torch.tensor(groups, dtype=torch.int64),
             support=kept_ids if sampling.truncates else None,
+            top=_stack_top(samples, sampling.top_logprobs) if sampling.top_logprobs else None,
             routes=_stack_routes(samples),
             truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
         )
@@ -173,6 +192,7 @@ class TokenBatch:
         fields: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v[rows] for n in _ROW_FIELDS}
         fields["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(rows.device, torch.int32)
         fields["support"] = None if self.support is None else self.support.select(rows)
+        fields["top"] = None if self.top is None else self.top.select(rows)
         return dataclasses.replace(self, **fields, lengths=lengths)
 
     def muted(self, sequences: Sequence[int]) -> TokenBatch:
@@ -183,7 +203,7 @@ class TokenBatch:
         return dataclasses.replace(self, loss_mask=loss_mask, segment_ids=segment_ids, num_segments=num_segments)
 
     def to(self, device: torch.device) -> TokenBatch:
-        moved: Any = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor | Support)}
+        moved: Any = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor | Support | TopIds)}
         return dataclasses.replace(self, **moved)
 
 
@@ -229,9 +249,28 @@ def _check_sample(index: int, sample: Sample, sampling: SamplingParams) -> None:
     if sampling.truncates and (sample.support is None or len(sample.support) != outputs):
         rows = "none" if sample.support is None else f"{len(sample.support)} rows"
         raise ValueError(f"sample {index}: top-p/top-k sampling needs kept ids for {outputs} tokens, got {rows}")
+    if sampling.top_logprobs:
+        _check_top(index, sample, (outputs, sampling.top_logprobs))
     expected = len(sample.prompt_ids) + outputs - 1
     if sample.routes is not None and len(sample.routes) != expected:
         raise ValueError(f"sample {index}: routes have {len(sample.routes)} rows, expected tokens - 1 = {expected}")
+
+
+def _check_top(index: int, sample: Sample, shape: tuple[int, int]) -> None:
+    ids, logprobs = sample.top_ids, sample.top_rollout_logprobs
+    if ids is None or logprobs is None or ids.shape != shape or logprobs.shape != shape:
+        got = "none" if ids is None or logprobs is None else f"{tuple(ids.shape)} and {tuple(logprobs.shape)}"
+        raise ValueError(f"sample {index}: top_logprobs needs ids and log-probs of shape {shape}, got {got}")
+
+
+def _stack_top(samples: Sequence[Sample], k: int) -> TopIds:
+    ids, logprobs = [torch.empty(0, k, dtype=torch.int32)], [torch.empty(0, k)]
+    for sample in samples:
+        assert sample.top_ids is not None and sample.top_rollout_logprobs is not None
+        around = (0, 0, len(sample.prompt_ids) - 1, 1)
+        ids.append(torch.nn.functional.pad(sample.top_ids.to(torch.int32), around, value=-1))
+        logprobs.append(torch.nn.functional.pad(sample.top_rollout_logprobs.float(), around))
+    return TopIds(torch.cat(ids), torch.cat(logprobs))
 
 
 def _versions_per_token(sample: Sample) -> list[int]:

@@ -96,6 +96,8 @@ class SamplingParams:
     """The stop token itself is part of the output and has a log-prob."""
     hidden: HiddenSampling | None = None
     """A fault made on purpose, of the embedded engine alone; None in every honest sampler."""
+    top_logprobs: int = 0
+    """Most probable ids per token that come back with their log-probs; 0 for none."""
 
     def __post_init__(self) -> None:
         check_at_least(1, max_new_tokens=self.max_new_tokens)
@@ -103,6 +105,12 @@ class SamplingParams:
         check_top_p(self.top_p)
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k must be -1 (off) or >= 1, got {self.top_k!r}")
+        check_at_least(0, top_logprobs=self.top_logprobs)
+        if self.top_logprobs and self.truncates:
+            raise ValueError(
+                f"top_logprobs must be 0 with top_p={self.top_p} and top_k={self.top_k}, got {self.top_logprobs!r}: "
+                "top log-probs have the mass of the whole vocabulary, and tokens are drawn from the kept ids alone"
+            )
 
     @property
     def truncates(self) -> bool:
@@ -148,6 +156,11 @@ class Sample:
     """Why this sample must not be trained on, as the end of a metric name ("nan_logprob"); None: it may be."""
     discarded_detail: str = ""
     """One sentence that explains ``discarded``, without any token or text of the prompt."""
+    top_ids: torch.Tensor | None = None
+    """[output, k] int32: the sampler's k most probable ids of every output token, -1 where it drew none; None: not
+    asked for."""
+    top_rollout_logprobs: torch.Tensor | None = None
+    """[output, k] fp32, nats: log mu of each, over the whole vocabulary; 0 where the id is -1."""
 
 
 def joined_spans(
@@ -185,6 +198,8 @@ def check_request(
             prompt that with max_new_tokens is longer than the context. The sentence names the prompt by its index.
     """
     check_at_least(1, n=n)
+    if vocabulary is not None and params.top_logprobs > vocabulary:
+        raise ValueError(f"top_logprobs must be at most the vocabulary of {vocabulary}, got {params.top_logprobs!r}")
     if len(seeds) != len(prompts) * n:
         raise ValueError(f"seeds must hold one seed per response ({len(prompts)} x {n}), got {len(seeds)}")
     for index, prompt in enumerate(prompts):

@@ -39,13 +39,16 @@ BATCHES = 16
 DRAWS = 3
 """Exact batches per batch of prompts that make up g*."""
 CURVATURE_BATCHES = 4
+VOCABULARY = 16
+"""Ids of the model: centering sees all of them."""
 
 
 def train(folder: Path, seed: int) -> Path:
     """The folder of the run, trained up to the last checkpoint unless it is already."""
     from megatron_rc.jobs import grid
 
-    assignments = [f"train.steps={max(STEPS)}", "train.save_interval=20", "train.keep_checkpoints=100"]
+    kept = ["train.save_interval=20", "train.keep_checkpoints=100", f"rollout.top_logprobs={VOCABULARY}"]
+    assignments = [f"train.steps={max(STEPS)}", *kept]
     loaded = grid.load(RECIPE, seeds=str(seed), output=str(folder), assignments=assignments)
     plan = dataclasses.replace(loaded, keep_weights=True)
     [cell] = grid.cells(plan, CELL)

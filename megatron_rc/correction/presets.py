@@ -85,6 +85,14 @@ METHODS: dict[str, Method] = {
         "MiniMax-M1 (arXiv 2506.13585) on current / mu; no lower bound as there, at most 4 as in Tinker",
         {"clip_lower": 1.0, "clip_upper": 3.0},
     ),
+    "centered": Method(
+        {"old": "current", "centering": "top", "surrogate": "reinforce"},
+        "score centering (arXiv 2609.20807) without a weight; needs rollout.top_logprobs",
+    ),
+    "centered-tis": Method(
+        {"weight": _TOKEN_TIS, "old": "current", "centering": "top", "surrogate": "reinforce"},
+        "score centering (arXiv 2609.20807) of token-tis; needs rollout.top_logprobs",
+    ),
     "off-policy-sequence-mask": Method(
         {
             "reject": (Rejection("ratio", "sequence", "mean", lower=math.exp(-0.5), when="negative_advantage"),),

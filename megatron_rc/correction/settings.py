@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
+from megatron_rc.correction.centering import check_centering
 from megatron_rc.correction.presets import METHODS, Method
 from megatron_rc.correction.rejection import STANDARDIZED as STANDARDIZED
 from megatron_rc.correction.rejection import STATISTICS as STATISTICS
@@ -16,6 +17,7 @@ from megatron_rc.schema.limits import check_one_of, check_positive
 
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
+Centering = Literal["none", "top"]
 Surrogate = Literal["ppo", "cispo", "reinforce"]
 """Names of the surrogates of the loss, which `loss.options` describes."""
 
@@ -36,6 +38,9 @@ class RolloutCorrection:
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
     optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself, for engines that agree
     up to rounding: its clip pulls pi towards mu."""
+    centering: Centering = "none"
+    """top: score centering. The mean score under mu, weighted like the drawn token's, is subtracted, so that no drift
+    towards mu is left. It is computed from mu's most probable ids (`rollout.top_logprobs`) and current pi."""
     log_ratio_bound: float = 20.0
     """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
     max_k3: float | None = None
@@ -53,6 +58,7 @@ class RolloutCorrection:
             raise ValueError("reject must hold at most one rejection on 'standardized'")
         check_one_of("normalize", self.normalize, Normalize)
         check_one_of("old", self.old, Old)
+        check_one_of("centering", self.centering, Centering)
         if self.surrogate is not None:
             check_one_of("surrogate", self.surrogate, Surrogate)
         # exp(40) squared is still finite in fp32
@@ -62,6 +68,8 @@ class RolloutCorrection:
             self.weight.check_log_ratio_bound(self.log_ratio_bound)
         if self.max_k3 is not None:
             check_positive(max_k3=self.max_k3)
+        if self.centering != "none":
+            check_centering(self.centering, self.old, self.surrogate, self.weight, self.reject)
         if self.normalize == "batch" and self.old != "recompute":
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
@@ -71,7 +79,7 @@ class RolloutCorrection:
     @property
     def acts(self) -> bool:
         """Whether it changes a loss, rather than only measuring."""
-        return self.weight is not None or bool(self.reject)
+        return self.weight is not None or bool(self.reject) or self.centering != "none"
 
     @property
     def drops(self) -> bool:
@@ -97,7 +105,9 @@ class RolloutCorrection:
             raise ValueError(f"upper must be a number in {caller}, which keeps no bound that earlier rollouts measured")
 
     def check_surrogate_of(self, caller: str) -> None:
-        """Refuse another surrogate than that of PPO, for a ``caller`` with a loss of its own."""
+        """Refuse centering and another surrogate than that of PPO, for a ``caller`` with a loss of its own."""
+        if self.centering != "none":
+            raise ValueError(f"centering must be 'none' in {caller}, which gets no top log-probs from its sampler")
         if self.surrogate not in (None, "ppo"):
             raise ValueError(f"surrogate must be null or 'ppo' in {caller}, which has its own, got {self.surrogate!r}")
 

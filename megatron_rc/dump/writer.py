@@ -25,7 +25,8 @@ COMPUTED = ("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "
 """Columns with a value per token that the trainer computes."""
 _OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support", "server", "syncs", "cached_tokens", "retractions")
 _LISTS = ("prompt_ids", "output_ids")
-_IDS_OF_TOKENS = (*_LISTS, "support")
+_TOP = ("top_ids", "top_rollout_logprobs")
+_IDS_OF_TOKENS = (*_LISTS, "support", *_TOP)
 _OF_SAMPLING = ("temperature", "top_p", "top_k")
 _OF_DISCARDED = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
@@ -144,6 +145,7 @@ def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dic
     return {
         **{name: values.cpu().numpy() for name, values in per_sequence.items() if values is not None},
         **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
+        **{name: [_rows(getattr(s, name)) for s in samples] for name in _TOP},
         "prompt_length": [len(s.prompt_ids) for s in samples],
         "weight_versions": [
             [{"version": version, "start": start, "end": end} for version, start, end in s.weight_versions]
@@ -153,6 +155,10 @@ def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dic
         "routes": [None if ids is None else ids.numpy().astype(_ROUTE).tobytes() for ids in routed],
         "routes_shape": [None if ids is None else [*ids.shape] for ids in routed],
     }
+
+
+def _rows(values: Tensor | None) -> list[np.ndarray] | None:
+    return None if values is None else list(values.cpu().numpy())
 
 
 def _computed(batch: TokenBatch, samples: Sequence[Sample], computed: Mapping[str, Tensor]) -> dict[str, pa.Array]:
@@ -199,11 +205,17 @@ def sample_of(record: dict[str, Any]) -> Sample:
         finish_reason=record["finish_reason"],
         weight_versions=[(span["version"], span["start"], span["end"]) for span in record["weight_versions"]],
         support=record["support"],
+        top_ids=_tensor(record["top_ids"], torch.int32),
+        top_rollout_logprobs=_tensor(record["top_rollout_logprobs"], torch.float32),
         routes=routes,
         output_mask=None if all(mask) else mask,
         retractions=record["retractions"] or 0,
         **{name: record[name] for name in ("server", "syncs", "cached_tokens")},
     )
+
+
+def _tensor(rows: list[list[float]] | None, dtype: torch.dtype) -> Tensor | None:
+    return None if rows is None else torch.tensor(rows, dtype=dtype)
 
 
 def _output_rows(batch: TokenBatch, samples: Sequence[Sample]) -> tuple[Tensor, np.ndarray]:

@@ -15,8 +15,9 @@ from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_sca
 from megatron_rc.correction.inputs import check_type
 from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.backends import RowsBackend
+from megatron_rc.logprobs.checks import check_rows
 from megatron_rc.logprobs.gradient import check_wide_products, product_into
-from megatron_rc.logprobs.logits import check_rows, shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.logprobs.logits import shard_rows, shard_widths, softmax_of_rows
 from megatron_rc.logprobs.reference import linear
 from megatron_rc.logprobs.reference.rows import Merged, Rows
 from megatron_rc.settings.head import HeadOptions

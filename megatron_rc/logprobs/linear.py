@@ -192,6 +192,8 @@ def linear_policy_loss(
     chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
     if options.entropy_coef and not with_entropy:
         raise ValueError(f"with_entropy must be True when entropy_coef is {options.entropy_coef!r}")
+    if corrected.correction.centering != "none":
+        raise ValueError("centering must be 'none' here, where weights come before log-probs: linear_centered_logprobs")
     inputs = LossInputs.of(old_logprobs, advantages, corrected, scale, reference_logprobs)
     # the log-probs will have the shape of the targets
     check_loss_arguments(inputs, options, corrected.correction, targets, "targets")

@@ -125,6 +125,8 @@ def check_surrogate(surrogate: Surrogate, correction: RolloutCorrection) -> None
     check_one_of("surrogate", surrogate, SURROGATES)
     if correction.surrogate not in (None, surrogate):
         raise ValueError(f"surrogate must be {correction.surrogate!r}, that of the correction, got {surrogate!r}")
+    if correction.centering != "none" and surrogate == "cispo":
+        raise ValueError("surrogate must be 'ppo' or 'reinforce' with centering, got 'cispo', which has its own weight")
     if SURROGATES[surrogate].divides_by_old and correction.old == "rollout" and correction.weight is not None:
         raise ValueError(
             f"weight must be None when old is 'rollout' and the surrogate is {surrogate!r}: its ratio already is "

@@ -30,6 +30,7 @@ def policy_loss(
     scale: Tensor,
     reference_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    centering: Tensor | None = None,
     options: LossOptions = LossOptions(),
     backend: str = "auto",
 ) -> PolicyLoss:
@@ -60,6 +61,8 @@ def policy_loss(
         scale: the same shape, fp32, from loss_scale; 0 where loss_mask is 0.
         reference_logprobs: the same shape, fp32, nats: the policy to stay close to; needed for kl_coef.
         entropy: the same shape, fp32, nats, with gradient, from vocab_parallel_logprobs; needed for entropy_coef.
+        centering: the same shape, fp32, nats, with gradient, the term of `centered_logprobs`; needed where the
+            correction has centering. It adds scale_t A_t term_t, also for tokens that the mask drops.
         options: surrogate, bounds of r, KL and entropy terms.
         backend: "auto", "torch" or "triton".
 
@@ -84,8 +87,18 @@ def policy_loss(
         _check_like("entropy", entropy, current_logprobs, "current_logprobs")
     elif options.entropy_coef:
         raise ValueError(f"entropy must be given when entropy_coef is {options.entropy_coef!r}")
+    if (corrected.correction.centering == "none") != (centering is None):
+        must = "None" if centering is not None else "given, from centered_logprobs,"
+        raise ValueError(f"centering must be {must} when correction.centering is {corrected.correction.centering!r}")
     computed = computing(backend, current_logprobs=current_logprobs, entropy=entropy, **inputs.named())
     loss, totals = computed.policy_loss(current_logprobs, entropy, inputs, options)
+    if centering is not None:
+        _check_like("centering", centering, current_logprobs, "current_logprobs")
+        advantages = advantages[:, None] if advantages.dim() < centering.dim() else advantages
+        added = torch.where(scale != 0, scale.detach() * advantages.detach() * centering, 0).sum()
+        loss = loss + added
+        # of the loss and of its policy term
+        totals[:2] += added.detach()
     return PolicyLoss(
         loss, loss_metrics(options, totals, kl=reference_logprobs is not None, entropy=entropy is not None)
     )

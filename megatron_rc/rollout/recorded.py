@@ -104,3 +104,7 @@ def _check_sampling(record: dict[str, Any], params: SamplingParams) -> None:
         asked, recorded = getattr(params, name), record[name]
         if asked != recorded:
             raise ValueError(f"step {record['step']}: {name} is {asked!r}, but the dump was sampled with {recorded!r}")
+    found = len(record["top_ids"][0]) if record["top_ids"] else 0
+    if params.top_logprobs not in (0, found):
+        must = f"top_logprobs must be 0 or {found}, as the dump has them"
+        raise ValueError(f"step {record['step']}: {must}, got {params.top_logprobs!r}")

@@ -108,9 +108,18 @@ COMBINATIONS = (
         "the kept tokens of the whole batch are not known before its update",
     ),
     Combination(
-        lambda job, start: job.correction.old == "current" and job.train.mini_batches_per_rollout > 1,
+        lambda job, start: (
+            job.correction.old == "current"
+            and job.correction.centering == "none"
+            and job.train.mini_batches_per_rollout > 1
+        ),
         "train.mini_batches_per_rollout must be 1 when correction.old is 'current': "
         "after the first optimizer step current is no longer the old policy",
+    ),
+    Combination(
+        lambda job, start: job.correction.centering != "none" and not job.rollout.top_logprobs,
+        "rollout.top_logprobs must be at least 1 when correction.centering is {job.correction.centering!r}: "
+        "128 leave a few per cent of the drift",
     ),
     *(refusal for name in COMPUTED_ON_DEMAND for refusal in _column(name)),
     Combination(

@@ -30,6 +30,9 @@ class RolloutSettings:
     """Below 1 both policies are renormalised over the kept ids."""
     top_k: int = -1
     """Ids kept per token; -1 keeps the whole vocabulary."""
+    top_logprobs: int = 0
+    """Most probable ids per token whose log-probs the sampler returns, for `correction.centering`; 0 for none. They go
+    into dumps, too, at 8 bytes each."""
     dtype: Dtype = "bf16"
     """Precision of the embedded engine."""
     quantize: Quantize = "none"
@@ -67,4 +70,5 @@ class RolloutSettings:
         return ENGINES[self.engine]
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
-        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)
+        common = (self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)
+        return SamplingParams(*common, top_logprobs=self.top_logprobs)

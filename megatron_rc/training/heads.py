@@ -12,7 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rc.batch import Support, TokenBatch
+from megatron_rc.batch import Support, TokenBatch, TopIds
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.centered import CenteredLogprobs, centered_logprobs, linear_centered_logprobs
+from megatron_rc.logprobs.centering import Centering
 from megatron_rc.logprobs.gradient import check_wide_products
 from megatron_rc.logprobs.inputs import HeadInputs, of_chunks
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
@@ -32,6 +35,7 @@ class Head(ABC):
 
     _logprobs_of: Callable[..., Tensor | tuple[Tensor, Tensor]]
     _distribution_of: Callable[..., Distribution]
+    _centered_of: Callable[..., CenteredLogprobs]
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
         self._tensor, self._backend = tensor, backend
@@ -58,6 +62,22 @@ class Head(ABC):
         tokens = micro.batch.num_tokens
         return logprobs[:tokens], None if entropy is None else entropy[:tokens]
 
+    def centered(
+        self, answer: Tensor, micro: MicroBatch, correction: RolloutCorrection, *, with_entropy: bool
+    ) -> CenteredLogprobs:
+        """[n] each, for the top ids of the batch."""
+        arguments = self._arguments(answer, micro)
+        arguments.pop("support", None)
+        top, tokens = micro.batch.top, micro.batch.num_tokens
+        assert top is not None, "the settings ask for top log-probs"
+        if short := len(arguments["targets"]) - tokens:
+            top = TopIds(F.pad(top.ids, (0, 0, 0, short), value=-1), F.pad(top.rollout_logprobs, (0, 0, 0, short)))
+        found = self._centered_of(**arguments, top=top, correction=correction, with_entropy=with_entropy)
+        entropy = None if found.entropy is None else found.entropy[:tokens]
+        return CenteredLogprobs(
+            found.logprobs[:tokens], entropy, Centering(*(part[:tokens] for part in found.centering))
+        )
+
     def distribution(self, answer: Tensor, micro: MicroBatch, **columns: bool) -> Distribution:
         """[n] fp32 each, without gradient; ``columns`` are those of `vocab_parallel_distribution`."""
         described = self._distribution_of(**self._arguments(answer, micro), **columns)
@@ -80,6 +100,10 @@ class Answer:
         """`Head.logprobs`, for any loss."""
         return self.head.logprobs(self.values, self.micro, with_entropy=with_entropy)
 
+    def centered(self, correction: RolloutCorrection, *, with_entropy: bool = False) -> CenteredLogprobs:
+        """`Head.centered`, for any loss."""
+        return self.head.centered(self.values, self.micro, correction, with_entropy=with_entropy)
+
     def policy_loss(self, terms: LossTerms) -> tuple[PolicyLoss, Tensor]:
         """`Head.policy_loss`, for a correction that does not depend on these log-probs."""
         return self.head.policy_loss(self.values, self.micro, terms, self.upstream)
@@ -91,6 +115,7 @@ class LogitsHead(Head):
     # the output layer does not need its logits for backward
     _logprobs_of = staticmethod(partial(vocab_parallel_logprobs, inplace_backward=True))
     _distribution_of = staticmethod(vocab_parallel_distribution)
+    _centered_of = staticmethod(partial(centered_logprobs, inplace_backward=True))
 
     def answering(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -111,6 +136,7 @@ class LinearHead(Head):
     """Reads hidden states [1, n, H], or this rank's part of them and of the rows of padding."""
 
     _logprobs_of, _distribution_of = staticmethod(linear_logprobs), staticmethod(linear_distribution)
+    _centered_of = staticmethod(linear_centered_logprobs)
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str, options: HeadOptions) -> None:
         super().__init__(tensor, vocab_size, backend)

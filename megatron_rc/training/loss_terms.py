@@ -25,9 +25,11 @@ class LossTerms(NamedTuple):
     def with_entropy(self) -> bool:
         return self.options.entropy_coef != 0
 
-    def loss_of(self, current: Tensor, entropy: Tensor | None, backend: str) -> PolicyLoss:
-        """The loss of log-probs and entropies, [n] fp32, nats, with gradient."""
-        return policy_loss(current, entropy=entropy, backend=backend, **self._asdict())
+    def loss_of(
+        self, current: Tensor, entropy: Tensor | None, backend: str, centering: Tensor | None = None
+    ) -> PolicyLoss:
+        """The loss of log-probs, entropies and centering terms, [n] fp32, nats, with gradient."""
+        return policy_loss(current, entropy=entropy, centering=centering, backend=backend, **self._asdict())
 
     def padded(self, rows: int) -> "LossTerms":
         """[rows]: the same terms, followed by rows that do not count."""

@@ -61,6 +61,15 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "updates": JobMetric("steps", "optimizer steps of this rollout; 0 if all groups have equal rewards"),
         "skipped_updates": JobMetric("steps", "optimizer steps that were skipped for a gradient that is not finite"),
     },
+    "Score centering": {
+        "centering/top_rollout_mass": JobMetric("share", "mass that the sampler gives its most probable ids"),
+        "centering/top_train_mass": JobMetric("share", "mass that the trainer gives these ids"),
+        "centering/tail_ratio": JobMetric(
+            "", "alpha, the sampler's mass outside of them by the trainer's; 0 without any"
+        ),
+        "centering/tail_ratio_clamped": JobMetric("share", "tokens whose alpha is at a bound, 1 / 1000 or 1000"),
+        "centering/drift_removed": JobMetric("", "norm of the mean score that centering removes, over these logits"),
+    },
     "Learning-rate rules": _of_rule(OF_EVERY_RULE),
     **{rule.title: _of_rule(rule.metrics) for rule in RULES.values()},
     "Replay of routes": {

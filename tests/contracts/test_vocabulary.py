@@ -59,8 +59,8 @@ WORDS = {
     ),
     "top": Word(
         "the most probable ids of a distribution",
-        ("engine.py", "settings/rollout.py", "rollout/sglang/request.py", "doctor/server/sampling.py",
-         "analyze/pages/tokens.py"),
+        ("engine.py", "batch.py", "settings/rollout.py", "rollout/sglang/request.py", "doctor/server/sampling.py",
+         "analyze/pages/tokens.py", "logprobs/center", "rollout/embedded/engine.py"),
         {"top_k": "also the experts per token, as in config.json"},
     ),
 }  # fmt: skip

@@ -16,6 +16,10 @@ from megatron_rc.jobs.describe import describe
 from megatron_rc.loss.options import SURROGATES, check_surrogate
 
 
+def centered(weight: Weight | None = None, **fields: Any) -> RolloutCorrection:
+    return RolloutCorrection(weight, old="current", centering="top", **fields)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -53,6 +57,14 @@ from megatron_rc.loss.options import SURROGATES, check_surrogate
         (lambda: Weight(confidence_floor=0.1), "confidence_floor must be None when growth is 'none'"),
         (lambda: Weight(growth="confidence", upper="measured"), "growth must be 'none' and upper_by_lag empty when up"),
         (lambda: RolloutCorrection(surrogate="gspo"), "surrogate must be one of 'ppo', 'cispo', 'reinforce', got 'gs"),
+        (lambda: RolloutCorrection(centering="support"), "centering must be one of 'none', 'top', got 'support'"),
+        (lambda: RolloutCorrection(centering="top"), "old must be 'current' when centering is 'top', got 'recompute'"),
+        (lambda: centered(surrogate="cispo"), "surrogate must be null, 'ppo' or 'reinforce' when centering is 'top'"),
+        (lambda: centered(Weight("sequence")), "weight.level must be 'token' when centering is 'top', got 'sequence'"),
+        (lambda: centered(Weight(growth="sqrt_lag")), "weight must depend on pi / mu alone when centering is 'top'"),
+        (lambda: centered(Weight(upper="measured")), "weight must depend on pi / mu alone when centering is 'top'"),
+        (lambda: centered(reject=(Rejection(upper=2.0),)), "reject must not hold 'ratio_sequence_sum' when centering"),
+        (lambda: centered(reject=(Rejection("lag", "token", upper=2),)), "reject must not hold 'lag_token' when cent"),
         (lambda: Weight(growth="sqrt_lag", upper_by_lag=((0, 2.0),)), "upper_by_lag must be empty when growth is"),
         (lambda: Weight(mode="mask", lower=0.5, upper=None, upper_by_lag=((0, 2.0),)), "upper must be set with upper_"),
         (lambda: Weight(upper_by_lag=((4, 2.0), (4, 1.5))), "upper_by_lag must have lags >= 0 that ascend, got [4, 4]"),

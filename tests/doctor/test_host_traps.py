@@ -112,6 +112,7 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("hook-batch-mean", TIS_ON, {"correction": NORMALISED}, "one micro-batch.*--rollout-data-postprocess-path"),
     ("hook-batch-mean", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
     ("hook-measured-upper", TIS_ON, {"correction": {"weight": {"upper": "measured"}}}, "keeps no bound"),
+    ("hook-surrogate", TIS_ON, {"correction": "centered"}, "centering must be 'none' in a hook, which gets no top"),
     ("hook-surrogate", TIS_ON, {"correction": "cispo"}, "surrogate must be null or 'ppo' in a hook, which has its own"),
     ("hook-versions", TIS_ON, {"correction": {"weight": {"growth": "sqrt_lag"}}}, "growth must not be used in a hook"),
     ("hook-mean-k3", TIS_ON, {"correction": "standardized"}, "one micro-batch at a time and has no mean_k3"),

@@ -18,7 +18,8 @@ from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.recorded import RecordedEngine
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
-ROUTES = {"routes", "routes_shape"}
+ROUTES = {"routes", "routes_shape", "top_ids", "top_rollout_logprobs"}
+"""Null unless they are asked for."""
 PLACED = ("train_rank", "pack_position", "trainer_version")
 SERVED = ("server", "syncs", "cached_tokens")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dump.md"

@@ -135,6 +135,7 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
         ("{correction: {old: rollout}, denominator: kept}", "denominator must be 'original' when old is 'rollout'"),
         ("{correction: {old: rollout, reject: [{statistic: standardized, upper: 3}]}}",
          "reject must not use 'standardized' in loss_mode=megatron_rc"),
+        ("{correction: centered}", "centering must be 'none' in verl, which gets no top log-probs from its sampler"),
         ("{correction: cispo}", "surrogate must be null or 'ppo' in verl, which has its own, got 'cispo'"),
         ("{correction: {old: rollout}, surrogate: cispo}", "surrogate must not be 'cispo' with verl, whose own loss"),
         ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),

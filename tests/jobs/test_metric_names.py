@@ -38,6 +38,7 @@ CASES = {
         "lr_rule={rule: mismatch, action: halve}",
         "train.grad_cosine=true",
     ],
+    "centred": ["correction=centered-tis", "rollout.top_logprobs=4"],
     "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}", "train.asynchronous=1"],
     "two factors": ["correction={weight: {upper: 2.0, staleness_upper: 1.5}}"],
 }

@@ -79,8 +79,12 @@ def largest_error(model: Any, samples: Sequence[Sample], temperature: float) -> 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logprobs_are_those_of_a_full_forward_for_prompts_of_unequal_length(kind: str, pair: Any) -> None:
     model, weights = pair(kind)
-    params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(2, 7, 11))
+    params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(2, 7, 11), top_logprobs=5)
     samples = engine_of(kind, weights).generate(PROMPTS, params, n=6, seeds=range(30))
+    for sample in samples:
+        assert sample.top_ids is not None and sample.top_rollout_logprobs is not None
+        values, ids = (reference_logits(model, sample) / 0.7).log_softmax(-1).topk(5)
+        assert torch.equal(sample.top_ids.long(), ids) and (sample.top_rollout_logprobs - values).abs().max() < 1e-5
     assert [s.prompt_ids for s in samples] == [p for p in PROMPTS for _ in range(6)]
     # rows that stop early leave the batch: both fates must occur for the comparison to mean anything
     assert {s.finish_reason for s in samples} == {"stop", "length"}

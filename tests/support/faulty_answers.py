@@ -58,6 +58,10 @@ def answer_to(body: dict[str, Any], count: int, version: str, *, aborted: bool) 
         meta["output_token_sampling_mask"] = [kept_ids(token) for token in output]
         meta["output_token_sampling_logprobs"] = [logprob_of(token) / 2 for token in output]
         meta["output_token_sampling_mask_length"] = len(output)
+    if k := body.get("top_logprobs_num"):
+        meta["output_top_logprobs"] = [
+            [[-float(rank + 2), (token + rank) % VOCABULARY, None] for rank in range(k)] for token in output
+        ]
     if body.get("return_routed_experts"):
         rows = range(body.get("routed_experts_start_len", 0), len(ids) + len(output) - 1)
         meta["routed_experts"] = base64.b64encode(routes_of(rows).tobytes()).decode()
@@ -111,6 +115,18 @@ def damaged(answer: dict[str, Any], damage: str) -> Any:
         meta["output_token_sampling_mask"][-1].remove(output[-1])
     elif damage == "repeated_support":
         meta["output_token_sampling_mask"][-1].append(output[-1])
+    elif damage == "no_top":
+        meta["output_top_logprobs"] = None
+    elif damage == "short_top":
+        meta["output_top_logprobs"][-1].pop()
+    elif damage == "nan_top":
+        meta["output_top_logprobs"][-1][-1][0] = None
+    elif damage == "heavy_top":
+        meta["output_top_logprobs"][-1][0][0] = meta["output_top_logprobs"][-1][1][0] = -0.1
+    elif damage == "repeated_top":
+        meta["output_top_logprobs"][-1][0][1] = meta["output_top_logprobs"][-1][1][1]
+    elif damage == "wild_top":
+        meta["output_top_logprobs"][-1][0][1] = VOCABULARY
     elif damage == "no_routes":
         del meta["routed_experts"]
     elif damage == "short_routes":

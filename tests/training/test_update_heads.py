@@ -33,6 +33,7 @@ class Case(NamedTuple):
     pipeline: int = 1
     dtype: str = "fp32"
     old: str = "recompute"
+    centering: str = "none"
     ranks: int = 1
     chunk: int | None = None
     logits_dtype: str | None = None
@@ -42,6 +43,8 @@ CASES = [
     Case(),
     Case(chunk=2),
     Case(old="current", chunk=2),
+    Case(old="current", centering="top", chunk=2),
+    Case(old="current", centering="top", tensor=2, ranks=2),
     Case(dtype="fp16"),
     Case(dtype="fp16", chunk=3, logits_dtype="fp32"),
     Case(ranks=2),
@@ -80,9 +83,14 @@ def batch_of() -> TokenBatch:
     for length in LENGTHS:
         ids = torch.randint(2, VOCABULARY, (length,), generator=random).tolist()
         logprobs = (-3.6 + torch.randn(length, generator=random)).tolist()
-        samples.append(Sample([1, 2, 3], ids, logprobs, "stop", [(0, 0, length)]))
+        top = {
+            "top_ids": torch.stack([torch.randperm(VOCABULARY, generator=random)[:4] for _ in ids]),
+            "top_rollout_logprobs": (-3 + torch.randn(length, 4, generator=random)).clamp(max=-1.5),
+        }
+        samples.append(Sample([1, 2, 3], ids, logprobs, "stop", [(0, 0, length)], **top))
     rewards, groups = [1.0, 0.0, 0.0, 0.0, 1.0, 0.3], [0, 0, 0, 1, 1, 1]
-    return TokenBatch.from_samples(samples, SamplingParams(temperature=0.8), rewards=rewards, groups=groups)
+    params = SamplingParams(temperature=0.8, top_logprobs=4)
+    return TokenBatch.from_samples(samples, params, rewards=rewards, groups=groups)
 
 
 def one_step(case: Case, head: str) -> dict[str, Any]:
@@ -122,7 +130,11 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
                 policy,
                 batch_of(),
                 StepSettings(
-                    correction=RolloutCorrection(Weight("token", "truncate", upper=2.0), old=case.old),  # type: ignore[arg-type]
+                    correction=RolloutCorrection(
+                        Weight("token", "truncate", upper=2.0),
+                        old=case.old,  # type: ignore[arg-type]
+                        centering=case.centering,  # type: ignore[arg-type]
+                    ),
                     loss=LossSettings(dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=0.1),
                     train=train,
                     max_nonfinite_share=0.0,
@@ -165,6 +177,14 @@ def test_the_fused_head_gives_the_metrics_and_gradients_of_logits(case: Case, re
         assert fused["metrics"].keys() == kept["metrics"].keys()
         for name, value in kept["metrics"].items():
             assert fused["metrics"][name] == pytest.approx(value, rel=of_metrics, abs=of_metrics, nan_ok=True), name
+
+
+def test_centering_acts_and_says_what_it_removed(results: Any) -> None:
+    plain, centred = (results[Case(old="current", centering=name, chunk=2)][0]["linear"] for name in ("none", "top"))
+    assert (plain["gradient"] - centred["gradient"]).norm() > 0.01 * plain["gradient"].norm()
+    metrics = centred["metrics"]
+    assert 0 < metrics["centering/top_train_mass"] < metrics["centering/top_rollout_mass"] < 1
+    assert metrics["centering/drift_removed"] > 0.01 and metrics["centering/tail_ratio_clamped"] == 0
 
 
 def test_every_term_of_the_loss_acts(results: Any) -> None:

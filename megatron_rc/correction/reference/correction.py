@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank,
 from megatron_rc.correction.inputs import Inputs, Pair, check_offsets_on_cpu
 from megatron_rc.correction.plan import STALENESS_TRUNCATED, GatePlan, Plan, WeightPlan
 from megatron_rc.correction.reference.factors import LogFactors, factor_statistics, log_factors
-from megatron_rc.correction.reference.lags import bounds_of_units, lag_statistics
+from megatron_rc.correction.reference.lags import bounded_weight, lag_statistics
 from megatron_rc.correction.reference.log_ratio import LogRatio, bounded_ratio, log_ratio_sums, pair_log_ratio
 from megatron_rc.correction.reference.measured_upper import upper_sums
 from megatron_rc.correction.reference.prefix import log_prefixes, token_numbers
@@ -296,16 +296,8 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
         return "token", None, []
     weight, unit = planned.weight, planned.unit
     log_value = batch.log_value(unit, planned.reduce).to(batch.ratio.value.dtype)
-    lower: Any = planned.log_lower
-    upper: Any = planned.log_uppers[0][1]
-    if weight.varies:
-        lower, upper = bounds_of_units(planned, _steps(batch, planned))
-        value = bounded_ratio(log_value, None, None, batch.plan.correction.log_ratio_bound)
-        value = value.clamp(lower.exp().to(value.dtype), upper.exp().to(value.dtype))
-        lower, upper = lower.to(value.dtype), upper.to(value.dtype)
-    else:
-        assert not isinstance(weight.upper, str)
-        value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
+    steps = _steps(batch, planned) if weight.varies else None
+    value, lower, upper = bounded_weight(planned, log_value, steps, batch.plan.correction.log_ratio_bound)
     flags = []
     for bound in planned.bounds:
         beyond = log_value < lower if bound.side == "lower" else log_value > upper

@@ -1,12 +1,13 @@
 """Lags: the bounds of weights that depend on them, and the sums of tokens of similar lag."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.plan import WeightPlan
-from megatron_rc.correction.reference.log_ratio import LogRatio, k3
+from megatron_rc.correction.reference.log_ratio import LogRatio, bounded_ratio, k3
 from megatron_rc.correction.sums import LAG_BINS, OF_LAGS, Key, part_of
 
 
@@ -30,6 +31,25 @@ def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
         factor = lag.clamp(min=1).sqrt()
         log_lower, log_upper = log_lower * factor, log_upper * factor
     return log_lower, log_upper
+
+
+def bounded_weight(
+    planned: WeightPlan, log_value: Tensor, steps: Tensor | None, bound: float
+) -> tuple[Tensor, Any, Any]:
+    """(clamp(rho, lower, upper) of these log-ratios, log lower, log upper); ``steps`` are the lags of bounds that vary.
+
+    The bounds are numbers, or tensors like ``steps``; l is clamped to +- ``bound`` before exp.
+    """
+    weight = planned.weight
+    if not weight.varies:
+        assert not isinstance(weight.upper, str)
+        value = bounded_ratio(log_value, weight.lower, weight.upper, bound)
+        return value, planned.log_lower, planned.log_uppers[0][1]
+    assert steps is not None
+    lower, upper = bounds_of_units(planned, steps)
+    value = bounded_ratio(log_value, None, None, bound)
+    value = value.clamp(lower.exp().to(value.dtype), upper.exp().to(value.dtype))
+    return value, lower.to(value.dtype), upper.to(value.dtype)
 
 
 def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) -> dict[Key, Tensor]:

@@ -12,7 +12,7 @@ from megatron_rc.correction.reference.segments import segment_reduce
 _CHUNK_ELEMENTS = 2**22
 """Number of logits converted to fp32 at a time: every temporary takes 16 MiB, whatever the number of rows."""
 _BLOCK = 1024  # columns that are summed at a time; another value changes the last bits of a sum
-_FLOOR = -1000.0
+FLOOR = -1000.0
 """exp(-1000) is 0 in fp32 and fp64, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
 
 
@@ -111,7 +111,7 @@ def shard_varentropy(logits: Tensor, rows: Rows, merged: Merged) -> Tensor:
     for span, chunk in _row_chunks(logits):
         values = chunk[:, : rows.num_valid].to(compute_dtype(logits), copy=True)
         below = values.sub_(maximum[span, None]).div_(_per_row(_of_rows(temperature, span)))
-        log_p = below.sub_(log_sum[span, None]).clamp_(min=_FLOOR)
+        log_p = below.sub_(log_sum[span, None]).clamp_(min=FLOOR)
         p = log_p.exp()
         parts.append(log_p.add_(entropy[span, None]).square_().mul_(p).sum(1))
     return torch.cat(parts)
@@ -149,7 +149,7 @@ def row_statistics(
     x[:, num_valid:] = -torch.inf
     target = _at_target(x, targets, num_valid)
     maximum = x.amax(1)
-    below = x.sub_(_zero_if_minus_inf(maximum)[:, None]).div_(_per_row(temperature)).clamp_(min=_FLOOR)
+    below = x.sub_(_zero_if_minus_inf(maximum)[:, None]).div_(_per_row(temperature)).clamp_(min=FLOOR)
     weights = below.exp()
     sum_exp = weights.view(rows, blocks, block).sum(2).sum(1)
     shifted = below.mul_(weights).view(rows, blocks, block).sum(2).sum(1) if with_entropy else torch.zeros_like(sum_exp)
@@ -166,7 +166,7 @@ def merge_statistics(statistics: Tensor, temperature: float | Tensor) -> Merged:
     """
     maxima, sums, shifted, targets = statistics.unbind(1)
     maximum = _zero_if_minus_inf(maxima.amax(0))
-    below = ((maxima - maximum) / temperature).clamp(min=_FLOOR)
+    below = ((maxima - maximum) / temperature).clamp(min=FLOOR)
     scale = below.exp()
     total = sum_in_order(scale * sums)
     total_shifted = sum_in_order(scale * (shifted + below * sums))
@@ -202,7 +202,7 @@ def support_statistics(
     ascending, and its temperature, unless that is one number. The ids of row t start at offsets[t].
     """
     maximum = segment_reduce(values, "max", offsets)
-    below = ((values - _zero_if_minus_inf(maximum)[rows]) / temperature).clamp(min=_FLOOR)
+    below = ((values - _zero_if_minus_inf(maximum)[rows]) / temperature).clamp(min=FLOOR)
     weights = below.exp()
     sum_exp = segment_reduce(weights, "sum", offsets)
     shifted = segment_reduce(weights * below, "sum", offsets) if with_entropy else torch.zeros_like(sum_exp)
@@ -219,7 +219,7 @@ def support_gradient(values: Tensor, is_target: Tensor, upstream: Upstream, temp
 
 def _softmax_gradient_(values: Tensor, upstream: Upstream, temperature: float | Tensor) -> Tensor:
     """-p (g + g_H (log p + entropy)), in the memory of the logits; upstream and temperature broadcast against them."""
-    log_p = values.sub_(upstream.maximum).div_(temperature).sub_(upstream.log_sum).clamp_(min=_FLOOR)
+    log_p = values.sub_(upstream.maximum).div_(temperature).sub_(upstream.log_sum).clamp_(min=FLOOR)
     if upstream.grad_entropy is None:
         return log_p.exp_().mul_(-upstream.grad_logprobs)
     p = log_p.exp()
@@ -285,7 +285,7 @@ class _KeptIds(NamedTuple):
 
     def varentropy(self, logits: Tensor, maximum: Tensor, log_sum: Tensor, entropy: Tensor) -> Tensor:
         below = (self._values(logits) - maximum[self.row]) / self.temperature
-        log_p = (below - log_sum[self.row]).clamp(min=_FLOOR)
+        log_p = (below - log_sum[self.row]).clamp(min=FLOOR)
         return segment_reduce(log_p.exp() * (log_p + entropy[self.row]).square(), "sum", self.offsets)
 
     def write_gradient(self, out: Tensor, logits: Tensor, upstream: Upstream) -> None:

@@ -136,12 +136,16 @@ class EmbeddedEngine(RolloutEngine):
         tokens = torch.zeros(rows, steps, dtype=torch.int64, device=device)
         logprobs = torch.zeros(rows, steps, device=device)
         support: list[list[Tensor]] = [[] for _ in range(rows)]
+        top_ids = torch.full((rows, steps, params.top_logprobs), -1, dtype=torch.int32, device=device)
+        top_logprobs = torch.zeros(top_ids.shape, device=device)
         live = torch.arange(rows, device=device)
         ended = torch.zeros(rows, dtype=torch.bool, device=device)
         prompt_width = visible.shape[1] - steps
         for step in range(steps):
             drawn = draw(logits, params, uniforms[live, step])
             tokens[live, step], logprobs[live, step] = drawn.ids, drawn.logprobs
+            if drawn.top is not None:
+                top_logprobs[live, step], top_ids[live, step] = drawn.top.values, drawn.top.indices.int()
             if drawn.kept is not None:
                 kept_ids_of_rows = drawn.kept.nonzero()[:, 1].cpu().split(drawn.kept.sum(-1).tolist())
                 for row, kept in zip(live.tolist(), kept_ids_of_rows, strict=True):
@@ -164,7 +168,7 @@ class EmbeddedEngine(RolloutEngine):
                 logits = self._forward(ids[:, None], positions[:, None] + step, mask, cache)
             if self._routes:
                 self._routes.keep(live, prompt_width + step)
-        return self._samples(prompts, params, tokens, logprobs, support)
+        return self._samples(prompts, params, tokens, logprobs, support, (top_ids.cpu(), top_logprobs.cpu()))
 
     def _prefill(self, prompts: Prompts, steps: int, cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the distinct prompts, left-padded, and spread them over the rows that share them.
@@ -197,7 +201,13 @@ class EmbeddedEngine(RolloutEngine):
         return self._model(input_ids=ids, position_ids=positions, attention_mask=mask, **own).logits[:, -1]
 
     def _samples(
-        self, prompts: Prompts, params: SamplingParams, tokens: Tensor, logprobs: Tensor, support: list[list[Tensor]]
+        self,
+        prompts: Prompts,
+        params: SamplingParams,
+        tokens: Tensor,
+        logprobs: Tensor,
+        support: list[list[Tensor]],
+        top: tuple[Tensor, Tensor],
     ) -> list[Sample]:
         samples = []
         stops, width = set(params.stop_token_ids), max(map(len, prompts))
@@ -205,6 +215,7 @@ class EmbeddedEngine(RolloutEngine):
         for row, (prompt, ids, values, kept) in enumerate(columns):
             # rows that ended before the batch was compacted hold draws after their stop token
             length = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
+            its_top = [part[row, :length].clone() for part in top] if params.top_logprobs else [None, None]
             samples.append(
                 Sample(
                     prompt_ids=list(prompt),
@@ -215,6 +226,8 @@ class EmbeddedEngine(RolloutEngine):
                     server=self._name,
                     syncs=self._syncs,
                     support=[one.tolist() for one in kept[:length]] if params.truncates else None,
+                    top_ids=its_top[0],
+                    top_rollout_logprobs=its_top[1],
                     routes=self._routes.of(row, width - len(prompt), width + length - 1) if self._routes else None,
                 )
             )
@@ -244,6 +257,8 @@ class Drawn(NamedTuple):
     """[B] fp32, nats."""
     kept: Tensor | None
     """[B, V] bool, the set drawn from under top-p/top-k, else None."""
+    top: Any = None
+    """[B, k] values and indices of the largest log-probs; None where k is 0."""
 
 
 def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
@@ -268,7 +283,8 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
     ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     # a row of NaN has no order: any id will do, its log-prob is NaN and the trainer drops it
     ids = ids.clamp_(max=logits.shape[-1] - 1)
-    return Drawn(ids[:, 0], logprobs.gather(-1, ids)[:, 0], kept)
+    top = logprobs.topk(params.top_logprobs, -1) if params.top_logprobs else None
+    return Drawn(ids[:, 0], logprobs.gather(-1, ids)[:, 0], kept, top)
 
 
 def _hidden_logprobs(scaled: Tensor, hidden: HiddenSampling) -> Tensor:

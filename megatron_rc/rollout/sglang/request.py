@@ -17,6 +17,8 @@ from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _POSITIVE_BY_ROUNDING = 1e-5
 """nats; rounding may put the log-prob of a nearly certain token this far above 0."""
+_MASS_BY_ROUNDING = 1e-3
+"""Rounding may put the mass of the top ids this far above 1."""
 _ROUTE_TYPES = {4: np.int32, 2: np.uint16, 1: np.uint8}
 
 
@@ -55,6 +57,8 @@ class Piece:
     finish_reason: Literal["stop", "length", "abort"] = "abort"
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     support: list[list[int]] | None = None
+    top_ids: Tensor | None = None
+    top_rollout_logprobs: Tensor | None = None
     routes: Tensor | None = None
     retractions: int = 0
     cached_tokens: int | None = None
@@ -70,17 +74,21 @@ class Piece:
         if not then.output_ids:
             return Piece(**{**vars(self), "finish_reason": then.finish_reason})
         cached = [count for count in (self.cached_tokens, then.cached_tokens) if count is not None]
+        tensors = {}
+        for name in ("top_ids", "top_rollout_logprobs", "routes"):
+            first, last = getattr(self, name), getattr(then, name)
+            tensors[name] = None if first is None or last is None else torch.cat([first, last])
         return Piece(
             self.output_ids + then.output_ids,
             self.logprobs + then.logprobs,
             then.finish_reason,
             joined_spans(self.weight_versions, len(self.output_ids), then.weight_versions),
             None if self.support is None or then.support is None else self.support + then.support,
-            None if self.routes is None or then.routes is None else torch.cat([self.routes, then.routes]),
-            self.retractions + then.retractions,
-            max(cached, default=None),
-            then.server,
-            then.syncs,
+            **tensors,
+            retractions=self.retractions + then.retractions,
+            cached_tokens=max(cached, default=None),
+            server=then.server,
+            syncs=then.syncs,
         )
 
 
@@ -135,6 +143,8 @@ class Request:
         }
         if params.truncates:
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        if params.top_logprobs:
+            body["top_logprobs_num"] = params.top_logprobs
         if self.routes is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self.first_route}
         return body
@@ -180,10 +190,14 @@ class Request:
         support = None
         if self.params.truncates:
             support, logprobs = self._support(ids, meta)
+        top_ids, top_logprobs = self._top(len(ids), meta) if self.params.top_logprobs else (None, None)
         retractions = int(meta["num_retractions"]) if "num_retractions" in meta else 0
         routes = self._routes(len(ids), retractions, meta) if self.routes is not None else None
         cached = int(meta["cached_tokens"]) if "cached_tokens" in meta else None
-        return Piece(ids, logprobs, kind, self._versions(len(ids), meta), support, routes, retractions, cached)
+        versions = self._versions(len(ids), meta)
+        return Piece(
+            ids, logprobs, kind, versions, support, top_ids, top_logprobs, routes, retractions, cached_tokens=cached
+        )
 
     def _check_tokens(self, ids: Any, meta: Mapping[str, Any]) -> None:
         if set(map(type, ids)) != {int}:
@@ -222,6 +236,19 @@ class Request:
             if min(row) < 0 or max(row) >= self.vocab_size:
                 raise DamagedAnswer("support_mismatch", f"a kept id is outside the vocabulary of {self.vocab_size}")
         return kept, checked_logprobs(values)
+
+    def _top(self, outputs: int, meta: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        rows, k = meta.get("output_top_logprobs"), self.params.top_logprobs
+        if not rows or len(rows) != outputs or any(row is None or len(row) != k for row in rows):
+            raise DamagedAnswer("missing_top_logprobs", f"not every token came back with {k} top log-probs")
+        values = checked_logprobs([entry[0] for row in rows for entry in row])
+        ids = torch.tensor([[entry[1] for entry in row] for row in rows])
+        if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise DamagedAnswer("bad_answer", f"a top id is no integer below the vocabulary of {self.vocab_size}")
+        logprobs, ordered = torch.tensor(values).view(ids.shape), ids.sort(1).values
+        if (ordered[:, 1:] == ordered[:, :-1]).any() or logprobs.double().exp().sum(1).max() > 1 + _MASS_BY_ROUNDING:
+            raise DamagedAnswer("bad_top_logprobs", "the top ids of a token repeat, or their mass is above 1")
+        return ids.to(torch.int32), logprobs
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
         assert self.routes is not None

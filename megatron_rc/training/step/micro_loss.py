@@ -10,6 +10,7 @@ from megatron_rc.correction.correct import Corrected, correct, pair_metrics
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.centering import centering_metrics
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.training.heads import Answer
 from megatron_rc.training.loss_terms import LossTerms
@@ -55,7 +56,12 @@ class MicroLoss:
     def _two_policies(self, answer: Answer) -> tuple[Tensor, Collected]:
         """The same where the correction, and so the loss, needs the current log-probs of whole sequences first."""
         batch, extras = answer.micro.batch, answer.micro.extras
-        current, entropy = answer.logprobs(with_entropy=self.options.entropy_coef != 0)
+        with_entropy, term, of_centering = self.options.entropy_coef != 0, None, MetricSums()
+        if self.correction.centering == "none":
+            current, entropy = answer.logprobs(with_entropy=with_entropy)
+        else:
+            current, entropy, centering = answer.centered(self.correction, with_entropy=with_entropy)
+            term, of_centering = centering.term, centering_metrics(centering, batch.loss_mask)
         corrected = correct(
             current.detach(),
             batch.rollout_logprobs,
@@ -69,8 +75,8 @@ class MicroLoss:
             backend=self.backend,
         )
         old = batch.rollout_logprobs if self.correction.old == "rollout" else None
-        result = self._terms(extras, old, corrected).loss_of(current, entropy, self.backend)
-        sums = corrected.metrics.prefixed("current/")
+        result = self._terms(extras, old, corrected).loss_of(current, entropy, self.backend, term)
+        sums = corrected.metrics.prefixed("current/").merge(of_centering.prefixed("centering/"))
         return result.loss, Collected(sums.merge(result.metrics), current.detach())
 
     def _terms(self, extras: MicroExtras, old: Tensor | None, corrected: Corrected) -> LossTerms:

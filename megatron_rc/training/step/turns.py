@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from megatron_rc.engine import OnFinished, RolloutEngine, Sample, SamplingParams, joined_spans
 from megatron_rc.tasks import Prompt, Task
@@ -69,6 +70,12 @@ def joined(sample: Sample, reply: Sequence[int], turn: Sample) -> Sample:
         support = [*sample.support, *([token] for token in reply), *turn.support]
     if sample.routes is not None and turn.routes is not None:
         routes = torch.cat([sample.routes, turn.routes[len(sample.routes) :]])
+    top: list[torch.Tensor | None] = [None, None]
+    if sample.top_ids is not None and turn.top_ids is not None:
+        assert sample.top_rollout_logprobs is not None and turn.top_rollout_logprobs is not None
+        around = (0, 0, 0, len(reply))
+        top = [torch.cat([F.pad(sample.top_ids, around, value=-1), turn.top_ids])]
+        top.append(torch.cat([F.pad(sample.top_rollout_logprobs, around), turn.top_rollout_logprobs]))
     cached = [count for count in (sample.cached_tokens, turn.cached_tokens) if count is not None]
     return Sample(
         prompt_ids=sample.prompt_ids,
@@ -77,6 +84,8 @@ def joined(sample: Sample, reply: Sequence[int], turn: Sample) -> Sample:
         finish_reason=turn.finish_reason,
         weight_versions=joined_spans(sample.weight_versions, start, turn.weight_versions),
         support=support,
+        top_ids=top[0],
+        top_rollout_logprobs=top[1],
         output_mask=[*(sample.output_mask or [True] * drawn), *[False] * len(reply), *[True] * len(turn.output_ids)],
         routes=routes,
         retractions=sample.retractions + turn.retractions,

@@ -37,6 +37,12 @@ def assert_of(truth: Truth, sample: Sample, temperature: float = 1.0) -> None:
     assert (torch.tensor(sample.logprobs).double() - truth.logprobs(sample, temperature)).abs().max() < CLOSE
     if sample.routes is not None:
         assert torch.equal(sample.routes, truth.routes(sample))
+    if sample.top_ids is not None:
+        # with the mass of the whole vocabulary, after the temperature
+        exact = (truth.logits(sample) / temperature).log_softmax(-1)
+        assert sample.top_rollout_logprobs is not None and sample.top_ids.shape[1] == 5
+        assert (sample.top_rollout_logprobs - exact.topk(5).values).abs().max() < CLOSE
+        assert (sample.top_rollout_logprobs - exact.gather(1, sample.top_ids.long())).abs().max() < CLOSE
 
 
 def with_model(server: SglangServer, kind: str, **changes: Any) -> Any:
@@ -45,7 +51,7 @@ def with_model(server: SglangServer, kind: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_routes_are_those_of_the_model(server: SglangServer, kind: str, temperature: float) -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=temperature, stop_token_ids=(20, 21))
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, stop_token_ids=(20, 21), top_logprobs=5)
     finished: list[int] = []
     with with_model(server, kind) as engine:
         samples = engine.generate(PROMPTS, params, n=3, seeds=range(18), on_finished=finished.append)
@@ -54,7 +60,7 @@ def test_logprobs_and_routes_are_those_of_the_model(server: SglangServer, kind: 
     truth = Truth(kind)
     for sample in samples:
         assert_of(truth, sample, temperature)
-        assert (sample.routes is None) == (kind == "dense")
+        assert (sample.routes is None) == (kind == "dense") and sample.top_ids is not None
         stopped = sample.output_ids[-1] in (20, 21, EOS)
         assert sample.finish_reason == ("stop" if stopped else "length")
         assert not set(sample.output_ids[:-1]) & {20, 21, EOS} and (stopped or len(sample.output_ids) == 12)
@@ -96,7 +102,7 @@ def once_something_is_finished(call: Callable[[], Any]) -> Callable[[int], None]
 
 def test_an_aborted_response_is_continued_as_if_it_had_never_stopped(server: SglangServer, kind: str) -> None:
     # more of them than can end before the abort
-    params, prompts = SamplingParams(max_new_tokens=200), [PROMPTS[i % 6] for i in range(2000)]
+    params, prompts = SamplingParams(max_new_tokens=200, top_logprobs=5), [PROMPTS[i % 6] for i in range(2000)]
     with with_model(server, kind, concurrency=8) as engine:
         # on a busy machine those under way may all end by themselves before the server reads the abort
         for seeds in (range(start, start + 2000) for start in range(0, 20000, 2000)):

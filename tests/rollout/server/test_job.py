@@ -141,3 +141,26 @@ def test_the_script_trains_against_a_server_that_it_starts_and_stops(tmp_path: P
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (tmp_path / "run/report.html").exists() and "stopped the server" in done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_centred_run_trains_on_top_ids_that_the_server_confirms(tmp_path: Path, tmp_path_factory: Any) -> None:
+    with shared_server("dense", tmp_path_factory) as server:
+        config = job(tmp_path, server.model, rollout={"top_logprobs": 6}, dump={"tokens": True})
+        chosen = [f"rollout.sglang.urls=['{server.url}']", "correction=centered-tis", "train.steps=20"]
+        arguments = train(config, tmp_path / "out", *chosen)[2:]
+        steps = [m for m in finished_job(config, "--dump", *arguments) if m["step"] > 0]
+        assert len(steps) == 20 and all(m["centering/drift_removed"] > 0 for m in steps)
+        assert all(m["rollout/rejected"] == 0 for m in steps)
+        # only the last batch was drawn by weights that the server still has, but for the last update
+        first = next(iter(read_dump(tmp_path / "out/dump")))
+        assert all(len(ids) == 6 for row in first for ids in row["top_ids"])
+        server.call("/update_weights_from_disk", {"model_path": str(tmp_path / "hf")})
+        for row in first:
+            ids, start = row["prompt_ids"] + row["output_ids"], len(row["prompt_ids"])
+            asked = {"input_ids": ids, "return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": 6}
+            status, answer = server.call("/generate", {**asked, "sampling_params": {"max_new_tokens": 1}})
+            assert status == 200, answer
+            rescored = answer["meta_info"]["input_top_logprobs"][1:]
+            for ids_of, values, again in zip(row["top_ids"], row["top_rollout_logprobs"], rescored, strict=True):
+                assert dict(zip(ids_of, values, strict=True)) == pytest.approx({e[1]: e[0] for e in again}, abs=1e-4)

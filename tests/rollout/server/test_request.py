@@ -21,6 +21,7 @@ ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
 PROMPT = [3, 4, 5]
 PLAIN = SamplingParams(max_new_tokens=6, temperature=0.7)
 KEPT = SamplingParams(max_new_tokens=6, top_k=4, top_p=0.9)
+TOP = SamplingParams(max_new_tokens=6, top_logprobs=3)
 
 
 def request(params: Any = PLAIN, *, drawn: Any = (), routes: Any = None, seed: Any = None, newest: int = -1) -> Request:
@@ -79,6 +80,12 @@ DAMAGES: list[tuple[SamplingParams, RouteShape | None, dict[str, list[str]]]] = 
         "missing_support": ["no_support"],
         "support_mismatch": ["short_support", "foreign_support", "repeated_support"],
     }),
+    (TOP, None, {
+        "missing_top_logprobs": ["no_top", "short_top"],
+        "bad_top_logprobs": ["heavy_top", "repeated_top"],
+        "nan_logprob": ["nan_top"],
+        "bad_answer": ["wild_top"],
+    }),
     (PLAIN, ROUTES, {
         "missing_routes": ["no_routes"],
         "routes_bytes": ["short_routes"],
@@ -125,7 +132,11 @@ def test_a_server_that_names_one_version_alone_means_all_tokens() -> None:
     assert request(newest=3).piece(given).weight_versions == [(3, 0, 6)]
 
 
-@pytest.mark.parametrize("params", [PLAIN, KEPT])
+def lists_of(piece: Piece) -> dict[str, Any]:
+    return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in vars(piece).items()}
+
+
+@pytest.mark.parametrize("params", [PLAIN, KEPT, TOP])
 def test_a_continued_response_equals_one_that_was_never_aborted(params: SamplingParams) -> None:
     whole = request(params, routes=ROUTES).piece(answer(request(params, routes=ROUTES)))
     first = request(params, routes=ROUTES)
@@ -137,8 +148,8 @@ def test_a_continued_response_equals_one_that_was_never_aborted(params: Sampling
     assert second.body()["sampling_params"]["max_new_tokens"] == 4
     # the fault server, like a real one, draws by what came before, so the prompt it sees holds the two tokens
     piece += second.piece(answer(second))
-    assert torch.equal(whole.routes, piece.routes)  # type: ignore[arg-type]
-    assert vars(whole) | {"routes": None} == vars(piece) | {"routes": None}
+    assert (whole.top_ids is None) == (params is not TOP)
+    assert lists_of(whole) == lists_of(piece)
 
 
 def test_versions_of_a_continuation_move_behind_the_tokens_before_it() -> None:
