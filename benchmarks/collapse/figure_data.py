@@ -33,8 +33,6 @@ class FigureSettings:
     title: str
     arms: dict[str, dict[str, Any]]
     """Maps the label of an arm to the columns of its runs; without `lr`, those of the usual learning rate count."""
-    note: str = ""
-    """Sentence below the figure."""
     columns: int = 3
     """Panels side by side."""
 
