@@ -79,7 +79,7 @@ def main() -> None:
     if options.docs:
         (ROOT / "docs/rules").mkdir(exist_ok=True)
         (ROOT / "docs/rules/confusion.md").write_text(matrix.page(len(options.seeds)))
-        (ROOT / "docs/images/confusion.svg").write_text(matrix.svg())
+        matrix.draw(ROOT / "docs/images/confusion.svg")
     if wrong := sum(row.dumps - row.rights for row in rows.values()):
         sys.exit(f"{wrong} dumps have another answer than the wanted one")
 
