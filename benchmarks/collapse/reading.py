@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import ndimage
 
 from collapse.facts import EXACT, facts_of
-from collapse.half_way import WINDOW, half_way
 from collapse.rows import SIGNALS, Point, Row
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
@@ -26,6 +26,12 @@ MEANS = ("k3", "mismatch_k3", "staleness_k3", "length", "ess", "dropped", "grad_
 EVERY = 10
 """Steps between two points of the committed curves."""
 Records = Sequence[Mapping[str, Any]]
+WINDOW = 5
+"""Steps of the running median in which a rise is looked for."""
+START = 1 / 8
+"""Share of the steps, at least WINDOW, whose median is the level that a curve starts from."""
+FARTHEST = 4.0
+"""Way of a curve, in standard deviations of its steps, from which on it has moved at all."""
 
 
 def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
@@ -125,6 +131,25 @@ def _half_way(trained: Records, name: str, settings: JobSettings) -> float:
         values, start = values[peak:], start + peak
     place = half_way(values, falls=name in ("ess", "reward"))
     return math.nan if place is None else float(trained[start + place]["step"])
+
+
+def half_way(values: np.ndarray, *, falls: bool = False) -> int | None:
+    """Index of the first step at which a curve [N] has gone half of its way from its level at the start to its largest.
+
+    The curve is the running median over WINDOW steps. None where its way is shorter than FARTHEST standard deviations
+    of a single step, which are estimated from the differences of neighbours: then it has not moved.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if finite.size < 2 * WINDOW:
+        return None
+    known = -values[finite] if falls else values[finite]
+    smooth = ndimage.median_filter(known, WINDOW, mode="nearest")
+    start = float(np.median(known[: max(WINDOW, int(START * known.size))]))
+    way = float(smooth.max()) - start
+    noise = 1.4826 * float(np.median(np.abs(np.diff(known)))) / np.sqrt(2)
+    if way <= FARTHEST * noise:
+        return None
+    return int(finite[np.argmax(smooth >= start + way / 2)])
 
 
 def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
