@@ -73,8 +73,10 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         steps=settings.train.steps,
         answers=answers,
         evaluated=settings.train.eval_weights,
-        collapsed_at=_number(outcome.collapsed_at),
-        fell_at=_number(outcome.fell_at),
+        **{
+            name: math.nan if (step := getattr(outcome, name)) is None else float(step)
+            for name in ("collapsed_at", "fell_at")
+        },
         **{name: getattr(outcome, name) for name in ("relapses", "reason", "last_step", "final", "best")},
         **{name: _average(trained, name) for name in MEANS},
         k3_median=_average(trained, "k3", statistics.median),
@@ -160,10 +162,6 @@ def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
         return math.nan
     half = (after[0][1] + min(value for _, value in after)) / 2
     return float(next(step for step, value in after if value <= half))
-
-
-def _number(step: int | None) -> float:
-    return math.nan if step is None else float(step)
 
 
 def _model(cell: Cell, warm: Path) -> dict[str, Any]:
