@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))
 from diagnosis.traps.dumps import BITS, with_columns, write
 from diagnosis.traps.faults import Draw, changed, drawing
-from diagnosis.traps.scoring import score
+from diagnosis.traps.scoring import dump_of, score
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.models.config import hf_config_dict
@@ -147,18 +147,8 @@ class Lab:
 
     def dump(self, samples: Sequence[Sample], model: Any, n: int = RESPONSES, **scoring: Any) -> Chunk:
         scores, order = score(model, samples, **scoring), np.arange(len(samples))
-        return Chunk(
-            scores.log_probs.astype(np.float64),
-            np.concatenate([np.asarray(s.logprobs, np.float64) for s in samples]),
-            np.cumsum([0, *(len(s.output_ids) for s in samples)]),
-            {"entropy": scores.entropy, "token_id": np.concatenate([s.output_ids for s in samples])},
-            {
-                "step": order * 2 // len(samples),
-                "group": order // n,
-                "server": SERVERS[order % len(SERVERS)],
-                "prompt_length": np.array([len(s.prompt_ids) for s in samples]),
-            },
-        )
+        step, server = order * 2 // len(samples), SERVERS[order % len(SERVERS)]
+        return dump_of(samples, scores, step=step, group=order // n, server=server)
 
     def two_turns(self, trainer: Weights, *, positions: int = 0, again: bool = False) -> Chunk:
         """Two answers with a message in between; the trainer's positions of the second are off, or its first answer
