@@ -17,5 +17,6 @@ setup(
         "megatron_rc.analyze.rules": ["*.md"],
         "megatron_rc.analyze.pages": ["*.css"],
         "megatron_rc.drawing": ["*.css", "*.js"],
+        "megatron_rc.jobs": ["*.md"],
     },
 )

@@ -1,7 +1,7 @@
 """What must hold of the committed runs, whatever they say of the claims."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from scipy import stats
 
@@ -9,11 +9,8 @@ from collapse.intervals import LEVEL
 from collapse.rows import Row
 from collapse.runs import Arm, Results, by_arm, is_exact
 
-STRENGTH: dict[str, Callable[[float], float]] = {
-    "hidden top-p": lambda top_p: 1 - top_p,
-    "hidden low temperature": lambda temperature: 1 - temperature,
-}
-"""What grows with the strength of a mechanism, where its setting itself does not."""
+DOWNWARDS = ("hidden top-p", "hidden low temperature")
+"""Mechanisms that are the stronger the smaller their setting is."""
 
 
 def failing_exact_runs(results: Results) -> list[str]:
@@ -53,8 +50,5 @@ def _ladders(results: Results) -> Iterator[list[tuple[Arm, list[Row]]]]:
         if arm.strength and " + " not in arm.strength:
             ladders.setdefault(arm._replace(strength=""), []).append(arm)
     for ladder in ladders.values():
-        yield [(arm, arms[arm]) for arm in sorted(ladder, key=_strength)]
-
-
-def _strength(arm: Arm) -> float:
-    return STRENGTH.get(arm.mechanism, float)(float(arm.strength))
+        ladder.sort(key=lambda arm: float(arm.strength), reverse=ladder[0].mechanism in DOWNWARDS)
+        yield [(arm, arms[arm]) for arm in ladder]

@@ -70,19 +70,7 @@ CLAIMS = (
         beside(Comparison(f"runs with {FIXED_NOISE}{FAIL}", failed, "more", NONE | FIXED, EXACT)),
         beside(Comparison(f"runs with {NEW_NOISE}{FAIL}", failed, "more", NONE | NEW, EXACT)),
         beside(Comparison(f"runs with a hidden top-p{FAIL}", failed, "more", NONE | TOP_P, EXACT)),
-    ), seeds=10, holds="somewhere",
-        limits="""A run falls when it comes to lie 30 % or more below its own best, whether it recovers or not. That
-        no run of ten falls excludes a common fall, not a rare one; a run can fail without falling, by learning too
-        little. Here the answer depends on how the run is trained. With recomputed old log-probs a mismatch slows the
-        runs of 7 tokens and makes none of them fall; both runs of 510 tokens fell. With old log-probs of the sampler
-        (old rollout, verl's bypass mode, slime's --use-rollout-logprobs) a smaller mismatch makes them fall. The clip
-        on pi / mu takes the gradient from good tokens above mu and from bad tokens below it, and so pulls pi towards
-        mu even where the reward says nothing (tests/correction/test_two_policies_drift.py enumerates it). A lag makes
-        mu an earlier pi, which this pull can reach and which holds the run back. An engine that is off by the same
-        error at every sync keeps its distance, so that the pull has no end. It begins where ratios leave the bounds
-        of the clip, and engines that differ by rounding alone stay far below that
-        ([methods.md](methods.md#two-policies)). Seeds 4 to 10 at strength 0.2 were added when the first three had
-        fallen."""),
+    ), seeds=10, holds="somewhere"),
     Claim("b", "Corrections of whole sequences hold where corrections of single tokens fail.", (
         safer("seq-tis", "token-tis"),
         higher("seq-tis", "token-tis"),
@@ -103,18 +91,13 @@ CLAIMS = (
         beside(higher("seq-tis", "none", FIXED, seeds=3)),
         beside(higher("seq-tis", "none", NEW, seeds=3)),
         beside(higher("seq-tis", "token-tis", FIXED, seeds=3)),
-    ), seeds=10,
-        limits="""The diagram of T / T* and learning rate shows where either fails. How far the gradient of each is
-        from the exact one, and how noisy, is in [gradients.md](gradients.md); there seq-tis is the noisier of the two
-        at a lag of 16."""),
+    ), seeds=10),
     Claim("c", "Masking ends higher than truncation; the geometric gate fails less often than no correction.", (
         higher("token-mis", "token-tis"),
         higher("seq-mis", "seq-tis"),
         safer("geo-mask", "none"),
         *(controlled(method, *RANDOM) for method in ("seq-mis", "token-mis", "geo-mask")),
-    ), seeds=10,
-        limits="""The part of the claim about length has an answer only where tasks of several lengths are listed. The
-        figure of the controls shows how many tokens a gate drops."""),
+    ), seeds=10),
     Claim("d", "A lower or decayed learning rate saves or delays; too long a period does not.", (
         Comparison("A third of the learning rate collapses later", collapses, "less", THIRD, LR),
         Comparison("A third of the learning rate fails less often", failed, "less", THIRD, LR),
@@ -131,11 +114,7 @@ CLAIMS = (
             "the reward of the rollouts, dated by the weights that drew them, falls later than k3 rises", "reward")),
         beside(later("the effective sample size falls later than k3 rises", "ess")),
         beside(later("responses grow longer later than k3 rises", "length")),
-    ),
-        limits="""Runs that fell, without correction, of all tasks, strengths and learning rates together. A signal
-        has moved when it has gone half of its way since the sampler reached its full lag, k3 and the gradient norm in
-        their logarithms; the held-out accuracy, which is measured every 10 steps, when it has gone half of its way
-        down from its peak."""),
+    )),
     Claim("f", "Sampling and training in fp16 instead of bf16 closes the gap and saves runs.", (
         Comparison("k3 is smaller in fp16", early_k3, "less", FP16 | NONE, BF16),
         Comparison("fp16 fails less often", failed, "less", FP16 | NONE, BF16),

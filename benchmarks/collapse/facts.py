@@ -11,6 +11,7 @@ from megatron_rc.correction.settings import PRESETS
 from megatron_rc.jobs.describe import changed as changed_fields
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import MismatchSettings
+from megatron_rc.report.context import flattened
 from megatron_rc.settings.job import JobSettings
 
 NONE = "none"
@@ -105,14 +106,8 @@ def _lr_rule(settings: JobSettings) -> str:
 
 
 def _world(settings: JobSettings, model: Mapping[str, Any]) -> str:
-    written, default = schema.to_dict(settings), schema.to_dict(JobSettings())
+    written, default = (dict(flattened(schema.to_dict(each))) for each in (settings, JobSettings()))
     # defaults are left out, so that a setting that is added later changes no fingerprint
-    changed = {name: value for name, value in _leaves(written).items() if value != _leaves(default).get(name)}
+    changed = {name: value for name, value in written.items() if value != default.get(name)}
     kept = {k: v for k, v in changed.items() if not any(k == e or k.startswith(f"{e}.") for e in ELSEWHERE)}
     return hashlib.sha256(json.dumps(kept | {"model": dict(model)}, sort_keys=True).encode()).hexdigest()[:6]
-
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    return {k: v for name, each in value.items() for k, v in _leaves(each, f"{prefix}.{name}".strip(".")).items()}

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collapse.intervals import Interval, log_rank, mean, median, survival
+from collapse.intervals import Interval, log_rank, mean, median, share, survival
 from collapse.rows import SIGNALS, UNSEEN, Point, Row
 from collapse.rules import later_than_k3
 from collapse.runs import PLAIN, Results, by_arm, is_exact, lives
@@ -33,8 +33,6 @@ class FigureSettings:
     title: str
     arms: dict[str, dict[str, Any]]
     """Maps the label of an arm to the columns of its runs; without `lr`, those of the usual learning rate count."""
-    note: str = ""
-    """Sentence below the figure."""
     columns: int = 3
     """Panels side by side."""
 
@@ -121,11 +119,11 @@ def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
         points = []
         for strength in sorted({(row.mechanism, row.strength) for row in rows}):
             runs = [row for row in rows if (row.mechanism, row.strength) == strength]
-            failures = results.share(runs, "failed")
-            if failures is not None:
+            hits, known = results.count(runs, "failed")
+            if known:
                 logs = [math.log(max(row.k3_early, UNSEEN / 2)) for row in results.uncorrected(runs[0])]
                 k3 = float(np.exp(np.mean(logs)))
-                points.append({"k3": k3, "share": list(failures), "runs": len(runs), "strength": strength[1]})
+                points.append({"k3": k3, "share": list(share(hits, known)), "runs": len(runs), "strength": strength[1]})
         series[label] = sorted(points, key=lambda point: point["k3"])
     compared = sum(any(point["k3"] >= UNSEEN for point in points) for points in series.values())
     return {"series": {label: points for label, points in series.items() if points}} if compared > 1 else {}

@@ -45,59 +45,35 @@ def masks(*names: str) -> Arms:
 
 EXACT = {"exact sampler": {"mechanism": "exact"} | NONE}
 STANDARD = ("none", "none, old: rollout", "token-tis", "seq-tis", "standardized")
-NOISY = """The number beside a point is the strength of the noise, in standard deviations of each tensor. k3 is that of
-the runs with the same noise that correct nothing. Controls are the exact sampler, with and without a correction."""
 
 FIGURES = (
     FigureSettings("arms", "curves",
         "Held-out accuracy: the exact sampler, and rollouts 16 updates old (off-policy lag)",
-        note="""Thin lines are seeds, the thick one their mean, the dashed one the mean of the exact sampler. Gradient
-        norms are means before clipping. Controls: the correction where there is nothing to correct, and seq-tis with
-        its weights shuffled within the batch or replaced by their mean.""",
         arms=EXACT | methods(LAG_16, *STANDARD[:2], "none with R3", "token-tis", TURN_TIS, "seq-tis", "standardized")
         | exact("seq-tis") | shuffled("seq-tis")),
     FigureSettings("noise", "curves", "Held-out accuracy: an exact sampler, and one with fixed noise",
-        note="""Noise of 0.2 standard deviations of each tensor. With old: rollout the PPO clip acts on pi / mu; the
-        control has the exact sampler, where it does nothing.""",
         arms=EXACT | methods(FIXED | {"strength": "0.2"}, *STANDARD[:4]) | exact("none, old: rollout")),
     FigureSettings("strength", "strength", "Uncorrected runs that failed, by mechanism and measured k3",
-        note="""The number beside a point is the setting of the mechanism. A hidden change of sampling does not show in
-        k3.""",
         arms=EXACT | {gap["mechanism"]: gap | NONE for gap in (LAG, FIXED, NEW, TOP_P, LOW, HIGH)}),
     FigureSettings("strength-corrected", "strength", "Runs with lag that failed, by correction and measured k3",
-        note="""The number beside a point is the lag in updates. k3 is that of the runs with the same lag that correct
-        nothing. Controls are the exact sampler, with and without a correction, and the weights of seq-tis shuffled
-        within the batch.""",
         arms=EXACT | exact("seq-tis") | controls(LAG, "seq-tis", "shuffled-weights") | methods(LAG, *STANDARD)),
     *(
         FigureSettings(f"{name}-corrected", "strength",
-            f"Runs with {name} noise that failed, by correction and measured k3", note=NOISY,
+            f"Runs with {name} noise that failed, by correction and measured k3",
             arms=EXACT | exact("seq-tis", "none, old: rollout") | methods(gap, *STANDARD))
         for name, gap in (("fixed", FIXED), ("new", NEW))
     ),
     FigureSettings("survival", "survival", "Time to collapse with rollouts 16 updates old",
-        note="""The log-rank test, by permutation, compares every arm with the first. A run that does not collapse is
-        seen up to its last evaluation, and so is one that falls and recovers; a collapse needs three fallen means to
-        the end, so none can begin at the last two evaluations. Curves are shifted a little, so that none hides
-        another.""",
         arms=methods(LAG_16, "none") | {"no correction, lr 1e-4": LAG_16 | NONE | {"lr": 1e-4}}
         | {f"no correction, decay period {n}": LAG_16 | NONE | {"lr_rule": f"decay period {n}"} for n in (30, 60)}
         | methods(LAG_16, "token-tis", "seq-tis") | EXACT | exact("seq-tis") | shuffled("seq-tis")),
     FigureSettings("diagram", "diagram", "Runs that failed, by T / T* and learning rate", columns=4,
-        note="""A point is one setting of one mechanism, at the T / T* of the runs that correct nothing there, so that
-        a correction stands below the runs that it is compared with. A point of the exact sampler that fails at a
-        learning rate would say that the rate is to blame. The larger a point, the more runs it has.""",
         arms=EXACT | methods({}, "none", "token-tis", "seq-tis")),
     FigureSettings("controls", "controls", "Final accuracy of corrections and of their controls",
-        note="""Controls are hollow. Seeds, their mean and Student's 90 % interval; at the right the runs that failed,
-        the mean gradient norm before clipping, and the share of the tokens that is dropped.""",
         arms=EXACT | exact("token-tis", "seq-tis", "seq-mis", "geo-mask")
         | methods(LAG_16, "none", "token-tis", label=OLD) | shuffled("token-tis")
         | methods(LAG_16, "seq-tis", label=OLD) | shuffled("seq-tis")
         | masks("token-mis", "seq-mis", "geo-mask")),
     FigureSettings("order", "order", "Which signal moves first in uncorrected runs that fell",
-        note="""At the right, a fall is dated by the last of the three evaluations whose mean is judged, so accuracy
-        lies low 10 steps before. The reward of the rollouts is that of weights as many updates old as the lag, which
-        is subtracted at the left alone.""",
         arms=methods({}, "none")),
 )  # fmt: skip

@@ -20,7 +20,9 @@ from collapse.runs import PLAIN, TUNING, Results, by_arm
 from megatron_rc.jobs.describe import table
 from megatron_rc.report.endpoints import Endpoints
 
-TEMPLATE = Path(__file__).with_name("page.md")
+TEMPLATE, _NOTES = (Path(__file__).with_name(name) for name in ("page.md", "notes.md"))
+NOTES = dict(re.findall(r"^## (\S+)\n\n(.*?)\n*(?=^## |\Z)", _NOTES.read_text(), re.MULTILINE | re.DOTALL))
+"""Maps the letter of a claim, or the name of a figure, to what the page says below it."""
 IMAGES = "images/collapse"
 """Folder of the figures, seen from docs/."""
 GAP_HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3",
@@ -120,11 +122,7 @@ HEADINGS = ("comparison", "answer", "what the runs say, 90 % interval", "runs of
 
 def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
     yield f"## {_title(claim)}\n"
-    yield (
-        f"**{verdict(claim, given).capitalize()}.**"
-        + (f" {' '.join(claim.limits.split())}" if claim.limits else "")
-        + "\n"
-    )
+    yield " ".join([f"**{verdict(claim, given).capitalize()}.**", *NOTES.get(claim.letter, "").split()]) + "\n"
     rows: dict[bool, list[list[str]]] = {True: [], False: []}
     for each in given:
         rows[each.enough].append([each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary])
@@ -141,7 +139,7 @@ def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Itera
     stages = sorted({results.stage_of(row) for row in picture.runs})
     commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
     runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
-    yield _filled(" ".join(filter(None, (f"*{title}.*", figure.note, runs)))) + "\n"
+    yield _filled(" ".join(filter(None, (f"*{title}.*", NOTES.get(figure.name), runs)))) + "\n"
 
 
 def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:

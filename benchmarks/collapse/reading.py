@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import ndimage
 
 from collapse.facts import EXACT, facts_of
-from collapse.half_way import WINDOW, half_way
 from collapse.rows import SIGNALS, Point, Row
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
@@ -26,6 +26,12 @@ MEANS = ("k3", "mismatch_k3", "staleness_k3", "length", "ess", "dropped", "grad_
 EVERY = 10
 """Steps between two points of the committed curves."""
 Records = Sequence[Mapping[str, Any]]
+WINDOW = 5
+"""Steps of the running median in which a rise is looked for."""
+START = 1 / 8
+"""Share of the steps, at least WINDOW, whose median is the level that a curve starts from."""
+FARTHEST = 4.0
+"""Way of a curve, in standard deviations of its steps, from which on it has moved at all."""
 
 
 def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
@@ -67,8 +73,10 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         steps=settings.train.steps,
         answers=answers,
         evaluated=settings.train.eval_weights,
-        collapsed_at=_number(outcome.collapsed_at),
-        fell_at=_number(outcome.fell_at),
+        **{
+            name: math.nan if (step := getattr(outcome, name)) is None else float(step)
+            for name in ("collapsed_at", "fell_at")
+        },
         **{name: getattr(outcome, name) for name in ("relapses", "reason", "last_step", "final", "best")},
         **{name: _average(trained, name) for name in MEANS},
         k3_median=_average(trained, "k3", statistics.median),
@@ -127,6 +135,25 @@ def _half_way(trained: Records, name: str, settings: JobSettings) -> float:
     return math.nan if place is None else float(trained[start + place]["step"])
 
 
+def half_way(values: np.ndarray, *, falls: bool = False) -> int | None:
+    """Index of the first step at which a curve [N] has gone half of its way from its level at the start to its largest.
+
+    The curve is the running median over WINDOW steps. None where its way is shorter than FARTHEST standard deviations
+    of a single step, which are estimated from the differences of neighbours: then it has not moved.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if finite.size < 2 * WINDOW:
+        return None
+    known = -values[finite] if falls else values[finite]
+    smooth = ndimage.median_filter(known, WINDOW, mode="nearest")
+    start = float(np.median(known[: max(WINDOW, int(START * known.size))]))
+    way = float(smooth.max()) - start
+    noise = 1.4826 * float(np.median(np.abs(np.diff(known)))) / np.sqrt(2)
+    if way <= FARTHEST * noise:
+        return None
+    return int(finite[np.argmax(smooth >= start + way / 2)])
+
+
 def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
     """Step of the first evaluation that lies half-way between the largest and the lowest after it, or below."""
     peak = max(range(len(evaluations)), key=lambda place: evaluations[place][1], default=0)
@@ -135,10 +162,6 @@ def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
         return math.nan
     half = (after[0][1] + min(value for _, value in after)) / 2
     return float(next(step for step, value in after if value <= half))
-
-
-def _number(step: int | None) -> float:
-    return math.nan if step is None else float(step)
 
 
 def _model(cell: Cell, warm: Path) -> dict[str, Any]:

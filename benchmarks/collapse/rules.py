@@ -146,8 +146,6 @@ class Claim:
     """everywhere: every question must have a case that supports the claim. somewhere: one is enough; all comparisons
     with enough seeds must contradict it together, every question must have such a comparison, and those with fewer
     seeds must not lean to the claim, before it is contradicted."""
-    limits: str = ""
-    """What the comparisons do not show."""
 
 
 class Answer(NamedTuple):

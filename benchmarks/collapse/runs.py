@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collapse.intervals import Interval, Life, share
+from collapse.intervals import Life
 from collapse.plan import Planned, planned
 from collapse.rows import FOLDER, Point, Row, committed, stages
 from megatron_rc import schema
@@ -78,10 +78,6 @@ class Results:
             unique.setdefault((Arm.of(row), row.seed), row)
         return sorted(unique.values(), key=lambda row: (row.stage, *row.key))
 
-    def _whole_stages(self) -> list[str]:
-        """Stages that are no part of another one."""
-        return [name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())]
-
     def select(self, where: Mapping[str, Any]) -> list[Row]:
         """The runs with these columns."""
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in where.items())]
@@ -117,11 +113,6 @@ class Results:
         known = [answer for row in rows if (answer := self.event(row, event)) is not None]
         return sum(known), len(known)
 
-    def share(self, rows: Sequence[Row], event: str) -> Interval | None:
-        """Share of the runs to which it happened, with its 90 % binomial interval; None where it is unknown of all."""
-        hits, runs = self.count(rows, event)
-        return share(hits, runs) if runs else None
-
     def uncorrected(self, row: Row) -> list[Row]:
         """Runs with the same gap and learning rate that correct nothing; the run itself where there are none.
 
@@ -132,8 +123,9 @@ class Results:
 
     def stage_of(self, row: Row) -> str:
         """The stage whose recipe makes this run, which may be another one than the stage that it was read from."""
-        run = (row.task, row.model, *row.key)
-        makers = [stage for stage in self._whole_stages() if run in self.planned[stage]]
+        run, plans = (row.task, row.model, *row.key), self.planned.values()
+        # a stage that is a part of another one makes none of its own
+        makers = [name for name, runs in self.planned.items() if run in runs and not any(runs < each for each in plans)]
         return row.stage if row.stage in makers or not makers else makers[0]
 
     def curve(self, row: Row) -> list[Point]:

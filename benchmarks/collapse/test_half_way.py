@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collapse.half_way import half_way
+from collapse.reading import half_way
 
 
 def rising(seed: int, begins: float, noise: float = 0.1) -> np.ndarray:

@@ -41,18 +41,15 @@ THRESHOLDS = (
 
 
 def column_tables() -> str:
-    parts = []
-    per_token = "column per token, besides the two log-probs"
-    for title, known in ((per_token, columns.TOKEN_COLUMNS), ("column per response", columns.SEQUENCE_COLUMNS)):
-        rows = [(f"`{name}`", column.kind, column.meaning) for name, column in known.items()]
-        parts.append(table((title, "kind", "meaning"), rows))
-    return "\n".join(parts).strip()
+    known = {"column per token, besides the two log-probs": columns.TOKEN_COLUMNS}
+    known["column per response"] = columns.SEQUENCE_COLUMNS
+    rows = {title: [(f"`{name}`", c.kind, c.meaning) for name, c in each.items()] for title, each in known.items()}
+    return "\n".join(table((title, "kind", "meaning"), each) for title, each in rows.items()).strip()
 
 
 def number_table() -> str:
-    return table(
-        ("number", "meaning"), [(f"`{name}`", number.meaning) for name, number in conditions.NUMBERS.items()]
-    ).strip()
+    rows = [(f"`{name}`", number.meaning) for name, number in conditions.NUMBERS.items()]
+    return table(("number", "meaning"), rows).strip()
 
 
 def threshold_table() -> str:
@@ -83,10 +80,6 @@ def rule_table() -> str:
     return table(("code", "cause", "what it sees"), rows).strip()
 
 
-def outside_table() -> str:
-    return outside.summary(outside.committed()).strip()
-
-
 def rule_pictures() -> str:
     drawn = [code for code in sorted(RULES) if (ROOT / f"docs/images/rules/{code}.svg").is_file()]
     return "\n\n".join(f"![{code}: {Page(code).title}](../images/rules/{code}.svg)" for code in drawn)
@@ -110,7 +103,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
     "real": (CONFUSION, real_dumps.matrix),
-    "outside": (CONFUSION, outside_table),
+    "outside": (CONFUSION, lambda: outside.summary(outside.committed()).strip()),
 }
 """Page and text of each generated part."""
 

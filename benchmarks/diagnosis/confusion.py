@@ -33,26 +33,23 @@ def file_of(folder: Path, seed: int, name: str) -> Path:
 
 def dump_files(folder: Path, seed: int, *, only: list[str], with_server: bool) -> dict[str, tuple[Trap, Path]]:
     """Trap and file of every dump of a seed; those that are missing are made."""
-    lab, result = Lab(folder, seed), {}
-    for name, trap in TRAPS.items():
-        file = file_of(folder, seed, name)
-        if any(text in name for text in only):
-            if not file.exists():
-                assert trap.make is not None
-                started = time.perf_counter()
-                write(trap.make(lab), file)
-                print(f"seed {seed}: {name} made in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-            result[name] = trap, file
+    lab = Lab(folder, seed)
+    mine, served = ([name for name in traps if any(text in name for text in only)] for traps in (TRAPS, server.TRAPS))
+    files = {name: file_of(folder, seed, name) for name in (mine + served if with_server else mine)}
+    for name in mine:
+        if not files[name].exists():
+            make, started = TRAPS[name].make, time.perf_counter()
+            assert make is not None
+            write(make(lab), files[name])
+            print(f"seed {seed}: {name} made in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if not with_server:
-        committed = {name: TESTS / f"{slug(name)}.parquet" for name in server.TRAPS if seed == 0}
-        shown = {name: file for name, file in committed.items() if any(text in name for text in only)}
-        return result | {name: (server.TRAPS[name], file) for name, file in shown.items()}
-    files = {n: file_of(folder, seed, n) for n in server.TRAPS if any(text in n for text in only)}
-    if not all(file.exists() for file in files.values()):
+        files |= {name: TESTS / f"{slug(name)}.parquet" for name in served if seed == 0}
+    elif not all(files[name].exists() for name in served):
         for name, planted in server.dumps(lab):
             print(f"seed {seed}: {name} made", file=sys.stderr, flush=True)
             write(planted, file_of(folder, seed, name))
-    return result | {name: (server.TRAPS[name], file) for name, file in files.items()}
+    traps = TRAPS | server.TRAPS
+    return {name: (traps[name], file) for name, file in files.items()}
 
 
 def main() -> None:
@@ -79,7 +76,7 @@ def main() -> None:
     if options.docs:
         (ROOT / "docs/rules").mkdir(exist_ok=True)
         (ROOT / "docs/rules/confusion.md").write_text(matrix.page(len(options.seeds)))
-        (ROOT / "docs/images/confusion.svg").write_text(matrix.svg())
+        matrix.draw(ROOT / "docs/images/confusion.svg")
     if wrong := sum(row.dumps - row.rights for row in rows.values()):
         sys.exit(f"{wrong} dumps have another answer than the wanted one")
 

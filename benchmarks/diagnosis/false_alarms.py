@@ -20,10 +20,11 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
+from diagnosis.real_dumps import accusing
 from diagnosis.traps.tables import ROUNDINGS, Tables, rounded, tables
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.jobs.describe import table
 
 
@@ -33,26 +34,13 @@ def diagnosed(honest: Tables, seed: int, tokens: int, rounding: str) -> Diagnosi
     return diagnosis_of((rounded(piece, rounding) for piece in pieces), "honest", "arrays", CorruptRows())
 
 
-class Count:
-    """Honest dumps, those that were called a bug, and the verdicts that were wrong."""
-
-    def __init__(self) -> None:
-        self.dumps = self.alarms = 0
-        self.wrong: Counter[str] = Counter()
-
-    def add(self, verdicts: Sequence[Verdict]) -> None:
-        self.dumps += 1
-        self.alarms += any(verdict.level is Level.BUG for verdict in verdicts)
-        self.wrong.update({f"{v.code} {v.level}" for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)})
-
-    def cells(self) -> list[str]:
-        wrong = ", ".join(f"{name}: {count}" for name, count in self.wrong.items())
-        return [f"{self.alarms} of {self.dumps}", f"{upper_bound(self.alarms, self.dumps):.1%}", wrong or "none"]
-
-
-def upper_bound(alarms: int, dumps: int) -> float:
-    """Largest rate that gives so few alarms with a chance of 5 % (Clopper and Pearson)."""
-    return float(stats.binomtest(alarms, dumps, alternative="less").proportion_ci(0.95).high)
+def cells(found: Sequence[Diagnosis]) -> list[str]:
+    """Of honest dumps: those that were called a bug, the rate that so few exclude at 5 %, and the wrong verdicts."""
+    alarms = sum(any(verdict.level is Level.BUG for verdict in diagnosis.verdicts) for diagnosis in found)
+    most = stats.binomtest(alarms, len(found), alternative="less").proportion_ci(0.95).high
+    wrong = Counter(name for diagnosis in found for name in {f"{v.code} {v.level}" for v in accusing(diagnosis)})
+    named = ", ".join(f"{name}: {count}" for name, count in wrong.items())
+    return [f"{alarms} of {len(found)}", f"{most:.1%}", named or "none"]
 
 
 def main() -> None:
@@ -65,20 +53,18 @@ def main() -> None:
     parser.add_argument("--sharpness", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plain, rows, total, seed = tables(options.folder), [], Count(), options.first
+    plain, rows, total, seed = tables(options.folder), list[list[str]](), list[Diagnosis](), options.first
     for sharpness in options.sharpness:
         honest = plain.sharper(sharpness)
         entropy = f"{float(honest.entropy.mean()):.2f}"
         for rounding in options.roundings:
-            count = Count()
-            for _ in range(options.dumps):
-                verdicts = diagnosed(honest, seed, options.tokens, rounding).verdicts
-                count.add(verdicts)
-                total.add(verdicts)
-                seed += 1
-            rows.append([f"{options.tokens:,}", entropy, rounding, *count.cells()])
+            seeds = range(seed, seed + options.dumps)
+            seed += options.dumps
+            found = [diagnosed(honest, each, options.tokens, rounding) for each in seeds]
+            total += found
+            rows.append([f"{options.tokens:,}", entropy, rounding, *cells(found)])
             print(rows[-1], flush=True)
-    rows.append([f"{options.tokens:,}", "all", "all", *total.cells()])
+    rows.append([f"{options.tokens:,}", "all", "all", *cells(total)])
     header = ("tokens", "entropy (nats)", "log-probs kept as", "called a bug", "rate at most", "verdicts")
     print(table(header, rows), end="")
 

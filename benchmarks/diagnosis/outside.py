@@ -9,28 +9,29 @@ twice the size that the report on its healthy twin says it would have shown. No 
 """
 
 import argparse
-import csv
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special, stats
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
+
+from diagnosis.real_dumps import accusing
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.files import read_csv, write_csv
 from megatron_rc.jobs.describe import table
 
 RESULTS = Path(__file__).with_name("results") / "outside.csv"
 CANDIDATES, SERVERS = 64, 4
 AT_ONCE = 40_000
 """Tokens whose candidates are in memory at once."""
-ACCUSED = (Level.BUG, Level.SUSPECT)
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,8 @@ def dump(setting: Setting, fault: Fault = Fault()) -> Chunk:
     lengths = np.maximum(1, (setting.length * np.exp(random.normal(-0.1, 0.5, count))).astype(np.int64))
     lengths = np.minimum(lengths, max(1, setting.tokens))
     sequence = np.repeat(np.arange(count), lengths)
-    server, lags = (
-        np.arange(count) % SERVERS,
-        np.array(setting.lag or (0,))[np.arange(count) % max(1, len(setting.lag))],
-    )
+    server = np.arange(count) % SERVERS
+    lags = np.array(setting.lag or (0,))[np.arange(count) % max(1, len(setting.lag))]
     moved = random.normal(size=setting.vocabulary) * 0.05
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("log_pi", "log_mu", "token_id", "entropy")}
     for start in range(0, sequence.size, AT_ONCE):
@@ -195,45 +194,52 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Diagnosis], Fault | None]]] =
 """Rules that are right, and the fault of twice the stated size; None where these data would not have shown it."""
 
 
-def healthy_row(seed: int) -> tuple[str, ...]:
-    found = diagnosed(dump(Setting.drawn(seed)))
-    accused = [f"{v.code} {v.level}" for v in found.verdicts if v.level in ACCUSED]
-    return ("healthy", str(seed), str(found.evidence.whole.tokens), "; ".join(accused) or "none")
+class Row(NamedTuple):
+    """What an analysis says of one dump."""
+
+    dump: str
+    """healthy, or the name of its fault."""
+    seed: int
+    tokens: int
+    accused: str
+    """found: a right rule accuses; else all that accuse, or none."""
 
 
-def faulty_row(seed: int) -> tuple[str, ...] | None:
+def row_of(dump: str, seed: int, found: Diagnosis, right: tuple[str, ...] = ()) -> Row:
+    accused = accusing(found)
+    said = "; ".join(f"{v.code} {v.level}" for v in accused) or "none"
+    return Row(dump, seed, found.evidence.whole.tokens, "found" if any(v.code in right for v in accused) else said)
+
+
+def healthy_row(seed: int) -> Row:
+    return row_of("healthy", seed, diagnosed(dump(Setting.drawn(seed))))
+
+
+def faulty_row(seed: int) -> Row | None:
     name = [*FAULTS][seed % len(FAULTS)]
     right, planted = FAULTS[name]
     setting = replace(Setting.drawn(seed), kept="all", lag=(), vocabulary=32_000)
     fault = planted(diagnosed(dump(setting)))
-    if fault is None:
-        return None
-    found = diagnosed(dump(setting, fault))
-    accused = [f"{v.code} {v.level}" for v in found.verdicts if v.level in ACCUSED]
-    hit = any(verdict.split()[0] in right for verdict in accused)
-    return (name, str(seed), str(found.evidence.whole.tokens), "found" if hit else "; ".join(accused) or "none")
+    return fault and row_of(name, seed, diagnosed(dump(setting, fault)), right)
 
 
-def summary(rows: list[tuple[str, ...]]) -> str:
+def summary(rows: list[Row]) -> str:
     """A line per kind, with the bound of Clopper and Pearson at 95 %."""
     lines = []
-    for kind in dict.fromkeys(row[0] for row in rows):
-        answers = Counter(row[3] for row in rows if row[0] == kind)
-        count, good = sum(answers.values()), answers["none" if kind == "healthy" else "found"]
+    for kind in dict.fromkeys(row.dump for row in rows):
+        answers = Counter(row.accused for row in rows if row.dump == kind)
+        count, healthy = answers.total(), kind == "healthy"
+        hits = count - answers["none"] if healthy else answers["found"]
+        bounds = stats.binomtest(hits, count, alternative="less" if healthy else "greater").proportion_ci(0.95)
+        rate = f"at most {bounds.high:.1%}" if healthy else f"at least {bounds.low:.1%}"
         others = ", ".join(f"{name} ({n})" for name, n in answers.items() if name not in ("none", "found")) or "none"
-        if kind == "healthy":
-            high = stats.binomtest(count - good, count, alternative="less").proportion_ci(0.95).high
-            lines.append((kind, f"{count - good} of {count} accused", f"at most {high:.1%}", others))
-        else:
-            low = stats.binomtest(good, count, alternative="greater").proportion_ci(0.95).low
-            lines.append((kind, f"{good} of {count} found", f"at least {low:.1%}", others))
+        lines.append((kind, f"{hits} of {count} {'accused' if healthy else 'found'}", rate, others))
     return table(("dumps", "result", "rate, 95 %", "other answers"), lines)
 
 
-def committed() -> list[tuple[str, ...]]:
+def committed() -> list[Row]:
     """The rows of RESULTS."""
-    with RESULTS.open(newline="", encoding="utf-8") as file:
-        return [tuple(row) for row in csv.reader(file)][1:]
+    return read_csv(Row, RESULTS)
 
 
 def main() -> None:
@@ -249,8 +255,7 @@ def main() -> None:
             if (row := make(seed)) is not None:
                 rows.append(row)
                 print(*row, sep=",", flush=True)
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([("dump", "seed", "tokens", "accused"), *rows])
+    write_csv(Row, rows, options.out, digits=4)
     print(summary(rows), end="", file=sys.stderr)
 
 

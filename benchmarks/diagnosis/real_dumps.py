@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
 from megatron_rc.analyze.headline import headline
 from megatron_rc.analyze.known import Known
-from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.jobs.describe import table
 
 DATA = Path(__file__).parents[2] / "tests/support/data"
@@ -26,7 +26,6 @@ WANTED = {
 """Fault -> the rule that must answer. Nobody is to be accused in a healthy dump, nor in those of other faults, which
 no rule can tell from healthy noise of some engine at this size."""
 NOBODY = "nobody"
-ACCUSED = (Level.BUG, Level.SUSPECT)
 
 
 @cache
@@ -53,11 +52,15 @@ def kind(file: Path) -> str:
 INJECTED = ("base-2", "not-a-number", "paired-wrongly", "sentinel", "shifted-by-one", "two-decimals", "zeros")
 
 
+def accusing(diagnosis: Diagnosis) -> list[Verdict]:
+    """The verdicts that call something a fault."""
+    return [verdict for verdict in diagnosis.verdicts if verdict.level in (Level.BUG, Level.SUSPECT)]
+
+
 def answer(diagnosis: Diagnosis) -> str:
     """Codes of the rules that accuse, or what the report says instead."""
-    accused = [verdict.code for verdict in diagnosis.verdicts if verdict.level in ACCUSED]
-    if accused:
-        return ", ".join(accused)
+    if accused := accusing(diagnosis):
+        return ", ".join(verdict.code for verdict in accused)
     if diagnosis.level is not Level.NUMERICS:
         return str(diagnosis.level)
     return headline(diagnosis).partition(":")[0].lower()
@@ -65,8 +68,7 @@ def answer(diagnosis: Diagnosis) -> str:
 
 def right(name: str, diagnosis: Diagnosis) -> bool:
     """The wanted rule accuses and no other one, or nobody is accused where nobody is to be."""
-    accused = [verdict.code for verdict in diagnosis.verdicts if verdict.level in ACCUSED]
-    return accused == ([WANTED[name]] if name in WANTED else [])
+    return [verdict.code for verdict in accusing(diagnosis)] == ([WANTED[name]] if name in WANTED else [])
 
 
 def matrix() -> str:

@@ -27,7 +27,7 @@ def test_a_known_precision_lets_structure_be_suspected_and_no_healthy_dump(name:
         suspected = any(v.code == "RC307" and v.level is Level.SUSPECT for v in found.verdicts)
         assert suspected == (name in STALE), file.stem
         if name.startswith("healthy"):
-            assert not [v for v in found.verdicts if v.level in real_dumps.ACCUSED]
+            assert not real_dumps.accusing(found)
 
 
 def test_a_labelled_lag_is_staleness_whatever_its_size() -> None:

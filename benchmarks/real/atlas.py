@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 from megatron_rc.analyze.atlas import FILE, Row
 from megatron_rc.files import read_csv, replace_text, write_csv
-from real.page import DOCS, line, number, rows
+from megatron_rc.jobs.describe import table
+from real.page import DOCS, number, rows
 from real.sums import figures, interval
 
 OURS = "docs/real.md"
@@ -46,17 +47,14 @@ def own() -> list[Row]:
 
 
 def page(atlas: Sequence[Row]) -> str:
-    text = [(Path(__file__).parent / "atlas.md").read_text()]
-    text += [line(["statistic", "definition"]), line(["---", "---"])]
-    text += [line([f"`{name}`", meaning.replace("|", "\\|")]) for name, meaning in STATISTICS.items()]
     head = ["model", "kind", "trainer", "sampler", "precision", "statistic", "value", "range", "note", "source"]
-    text += ["", line(head), line(["---"] * len(head))]
+    lines = []
     for row in sorted(atlas, key=lambda row: (row.source == OURS, list(STATISTICS).index(row.statistic))):
         span = "" if math.isnan(row.low) else f"{number(row.low)} to {number(row.high)}"
         link = "[real.md](real.md)" if row.source == OURS else f"[{name_of(row.source)}]({row.source})"
-        cells = [*row[:5], f"`{row.statistic}`", number(row.value), span, row.note.replace("|", "\\|"), link]
-        text.append(line(cells))
-    return "\n".join(text) + "\n"
+        lines.append([*row[:5], f"`{row.statistic}`", number(row.value), span, row.note, link])
+    known = table(["statistic", "definition"], [(f"`{name}`", meaning) for name, meaning in STATISTICS.items()])
+    return "\n".join([Path(__file__).with_name("atlas.md").read_text(), known, table(head, lines)])
 
 
 def name_of(source: str) -> str:

@@ -18,6 +18,7 @@ from megatron_rc.analyze import atlas
 from megatron_rc.analyze.statistics.displacement import EDGES
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.files import replace_text
+from megatron_rc.jobs.describe import table
 from real.sums import LENGTHS, POSITIONS, RESULTS, figures, interval
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,57 +58,48 @@ def number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.3g}"
 
 
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
+def gaps(found: dict[str, dict[str, Any]]) -> str:
     lengths = [str(n) for n in LENGTHS if any(str(n) in row["sequence weights"] for row in found.values())]
     names = ["sampler", "what it rounds", "tokens", "k3, nats per token", "sigma", "T*"]
     names += [f"ESS at {', '.join(lengths)} tokens"]
-    out = [line([*names, "mean ratio"]), line(["---"] * 8)]
+    lines = []
     for name, row in found.items():
         now, (low, high) = figures(row["prompts"]), interval(row["prompts"], "k3")
         weights = row["sequence weights"]
         ess = ", ".join(f"{weights[n]['ess']:.2f}" if n in weights else "-" for n in lengths)
         length = horizon(now["k3"])
-        cells = [
-            f"`{name}`",
-            ROUNDED[name],
-            f"{now['tokens']:,}",
-            f"{number(now['k3'])} ({number(low)} to {number(high)})",
-        ]
+        k3 = f"{number(now['k3'])} ({number(low)} to {number(high)})"
+        cells = [f"`{name}`", ROUNDED[name], f"{now['tokens']:,}", k3]
         cells += [number(now["sigma"]), f"{length:,.0f}" if length < 1e6 else "> 1e6", ess, f"{now['ratio']:.4f}"]
-        out.append(line(cells))
-    return out
+        lines.append(cells)
+    return table([*names, "mean ratio"], lines)
 
 
-def law(found: dict[str, dict[str, Any]]) -> list[str]:
+def law(found: dict[str, dict[str, Any]]) -> str:
     edges = [f"{a:g} to {b:g}" for a, b in pairwise(EDGES)]
-    out = [line(["mean of abs(eps); q05, q95", *edges, "kurtosis"]), line(["---"] * (len(edges) + 2))]
+    lines = []
     for name, row in found.items():
         cells = [
             f"{number(one['mad'])}; {number(one['q05'])}, {number(one['q95'])}" if one["tokens"] >= FEWEST else ""
             for one in row["bins"]
         ]
-        out.append(line([f"`{name}`", *cells, f"{row['kurtosis']:.1f}"]))
-    return [*out, line(["*Qwen1.5-MoE-A2.7B, published*", *(f"{one:.3f}" for one in PUBLISHED), ""])]
+        lines.append([f"`{name}`", *cells, f"{row['kurtosis']:.1f}"])
+    lines.append(["*Qwen1.5-MoE-A2.7B, published*", *(f"{one:.3f}" for one in PUBLISHED), ""])
+    return table(["mean of abs(eps); q05, q95", *edges, "kurtosis"], lines)
 
 
-def parts(found: dict[str, dict[str, Any]]) -> list[str]:
+def parts(found: dict[str, dict[str, Any]]) -> str:
     """sigma by place in the response and by kind of prompt."""
     spans = [f"{a + 1} to {b}" if b < 10**5 else f"from {a + 1}" for a, b in pairwise(POSITIONS)]
     spans = spans[: max(len(row["positions"]) for row in found.values())]
     kinds = sorted({one["kind"] for row in found.values() for one in row["prompts"]} - {""})
-    out = [line(["sigma", *spans, *kinds]), line(["---"] * (1 + len(spans) + len(kinds)))]
+    lines = []
     for name, row in found.items():
         of_kinds = [[one for one in row["prompts"] if one["kind"] == kind] for kind in kinds]
         shorter = [{}] * (len(spans) - len(row["positions"]))
         cells = [figures([one]) for one in row["positions"]] + shorter + [figures(one) for one in of_kinds]
-        out.append(
-            f"| `{name}` | " + " | ".join(number(one["sigma"]) if "sigma" in one else "" for one in cells) + " |"
-        )
-    return out
+        lines.append([f"`{name}`", *(number(one["sigma"]) if "sigma" in one else "" for one in cells)])
+    return table(["sigma", *spans, *kinds], lines)
 
 
 def draw(found: dict[str, dict[str, Any]]) -> None:
@@ -155,18 +147,18 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     text = (Path(__file__).parent / "page.md").read_text()
     for name, value in {
         "CUDA_MACHINES": machines(cuda),
-        "CUDA_TABLE": "\n".join(table(cuda)),
-        "CUDA_PARTS": "\n".join(parts(cuda)),
+        "CUDA_TABLE": gaps(cuda),
+        "CUDA_PARTS": parts(cuda),
         "MACHINES": machines(found),
         "SPEED": (RESULTS / "speed.md").read_text().strip(),
-        "TABLE": "\n".join(table(found)),
-        "LAW": "\n".join(law(found)),
-        "PARTS": "\n".join(parts(found)),
+        "TABLE": gaps(found),
+        "LAW": law(found),
+        "PARTS": parts(found),
         "BF16_K3": f"{bf16['k3']:.1e}",
         "BF16_TIMES": f"{bf16['k3'] / TOY_K3:.0f}",
         "BF16_LENGTH": f"{horizon(bf16['k3']):,.0f}",
     }.items():
-        text = text.replace(name, value)
+        text = text.replace(name, value.rstrip("\n"))
     return text
 
 

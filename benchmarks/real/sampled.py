@@ -10,6 +10,7 @@ Dumps of seed 0 are for finding limits, those of seed 1 (`aside`) for judging li
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))
 from diagnosis.traps.dumps import BITS, with_columns, write
-from diagnosis.traps.faults import Draw, drawing
-from diagnosis.traps.scoring import score
+from diagnosis.traps.faults import Draw, changed, drawing
+from diagnosis.traps.scoring import dump_of, score
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.models.config import hf_config_dict
@@ -38,24 +39,6 @@ RESPONSES, LENGTH, TURN = 2, 64, 40
 UPDATES, RATE = 8, 2e-5
 SERVERS = np.array([f"server {number}" for number in range(8)])
 TOOL = "<|im_end|>\n<|im_start|>user\nThank you. Say it again in other words.<|im_end|>\n<|im_start|>assistant\n"
-
-
-def logged(change: Callable[[Tensor, Tensor], Tensor], shown: bool) -> Draw:
-    """An engine that draws from changed logits [B, V], given how often each id came; its logs show it or do not."""
-    sound, seen = engine.draw, torch.zeros(0)
-
-    def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> engine.Drawn:
-        nonlocal seen
-        if seen.shape != logits.shape:
-            seen = torch.zeros(logits.shape)
-        drawn = sound(change(logits.float(), seen), params, uniforms)
-        seen.scatter_add_(-1, drawn.ids[:, None], torch.ones(len(seen), 1))
-        if shown:
-            return drawn
-        honest = (logits.float() / params.temperature).log_softmax(-1)
-        return engine.Drawn(drawn.ids, honest.gather(-1, drawn.ids[:, None])[:, 0], None)
-
-    return draw
 
 
 def penalty(size: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -164,18 +147,8 @@ class Lab:
 
     def dump(self, samples: Sequence[Sample], model: Any, n: int = RESPONSES, **scoring: Any) -> Chunk:
         scores, order = score(model, samples, **scoring), np.arange(len(samples))
-        return Chunk(
-            scores.log_probs.astype(np.float64),
-            np.concatenate([np.asarray(s.logprobs, np.float64) for s in samples]),
-            np.cumsum([0, *(len(s.output_ids) for s in samples)]),
-            {"entropy": scores.entropy, "token_id": np.concatenate([s.output_ids for s in samples])},
-            {
-                "step": order * 2 // len(samples),
-                "group": order // n,
-                "server": SERVERS[order % len(SERVERS)],
-                "prompt_length": np.array([len(s.prompt_ids) for s in samples]),
-            },
-        )
+        step, server = order * 2 // len(samples), SERVERS[order % len(SERVERS)]
+        return dump_of(samples, scores, step=step, group=order // n, server=server)
 
     def two_turns(self, trainer: Weights, *, positions: int = 0, again: bool = False) -> Chunk:
         """Two answers with a message in between; the trainer's positions of the second are off, or its first answer
@@ -273,27 +246,18 @@ def makers(lab: Lab) -> dict[str, Callable[[], Chunk]]:
         columns = {"version": versions, "trainer_version": np.full(chunk.num_sequences, 8)}
         return with_columns(chunk, **columns) if label else chunk
 
+    both = {"temperature-0.9": lambda z, seen: z / 0.9, "top-p-0.95": cut(top_p=0.95), "top-k-20": cut(top_k=20)}
+    both |= {"min-p-0.05": min_p(0.05), "penalty-1.1": penalty(1.1)}
+    more = {"penalty-1.2": penalty(1.2), "bias": bias}
     return {
         "healthy-bf16": plain,
-        "healthy-t0.3": lambda: plain(temperature=0.3),
-        "healthy-t0.7": lambda: plain(temperature=0.7),
-        "healthy-t1.3": lambda: plain(temperature=1.3),
+        **{f"healthy-t{each}": partial(plain, temperature=each) for each in (0.3, 0.7, 1.3)},
         "healthy-turns": lambda: lab.two_turns(new),
         "healthy-lag-4-labelled": lambda: labelled(plain(weights=old[4]), 4),
         "healthy-lag-8-labelled": lambda: labelled(plain(weights=old[0]), 0),
         "healthy-lags-labelled": lambda: lags(True),
-        "hidden-temperature-0.9": lambda: plain(logged(lambda z, seen: z / 0.9, False)),
-        "hidden-top-p-0.95": lambda: plain(logged(cut(top_p=0.95), False)),
-        "hidden-top-k-20": lambda: plain(logged(cut(top_k=20), False)),
-        "hidden-min-p-0.05": lambda: plain(logged(min_p(0.05), False)),
-        "hidden-penalty-1.1": lambda: plain(logged(penalty(1.1), False)),
-        "logged-temperature-0.9": lambda: plain(logged(lambda z, seen: z / 0.9, True)),
-        "logged-top-p-0.95": lambda: plain(logged(cut(top_p=0.95), True)),
-        "logged-top-k-20": lambda: plain(logged(cut(top_k=20), True)),
-        "logged-min-p-0.05": lambda: plain(logged(min_p(0.05), True)),
-        "logged-penalty-1.1": lambda: plain(logged(penalty(1.1), True)),
-        "logged-penalty-1.2": lambda: plain(logged(penalty(1.2), True)),
-        "logged-bias": lambda: plain(logged(bias, True)),
+        **{f"hidden-{name}": partial(plain, changed(change, shown=False)) for name, change in both.items()},
+        **{f"logged-{name}": partial(plain, changed(change, shown=True)) for name, change in (both | more).items()},
         "another-prompt": lambda: wrong_prompts(lambda ids: lab.prompts[lab.prompts.index(ids) - 1]),
         "system-missing": lambda: wrong_prompts(lambda ids: ids[ids.index(1, 1) :]),
         "fresh-label-lag-4": lambda: labelled(plain(weights=old[4]), 8),

@@ -1,6 +1,6 @@
 """Count the bytes that interpreted kernels load and store, from the interpreter's own loads and stores."""
 
-import inspect
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.interpreter import InterpreterBuilder
+
+from speed.launches import recorded_launches
 
 
 class Place(NamedTuple):
@@ -44,15 +46,6 @@ class _Range(NamedTuple):
 def counted_traffic() -> Iterator[Traffic]:
     """Counts while active, and raises when a lane touches memory that belongs to no argument of its kernel."""
     traffic = Traffic()
-    kernel, ranges = "", list[_Range]()
-    run = InterpretedFunction.run
-
-    def counting_run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        nonlocal kernel, ranges
-        given = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        arguments = inspect.signature(self.fn).bind(*args, **given).arguments
-        kernel, ranges = self.fn.__name__, list(_ranges(arguments))
-        run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     def counting(method: Callable[..., Any], counter: Counter[Place], mask_at: int) -> Callable[..., Any]:
         def counted(builder: Any, pointers: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +53,7 @@ def counted_traffic() -> Iterator[Traffic]:
             if touched.size:
                 item = pointers.get_element_ty().primitive_bitwidth // 8
                 first, behind = int(touched.min()), int(touched.max()) + item
+                kernel, ranges = launches[-1].name, ranges_of(len(launches) - 1)
                 owner = next((r.name for r in ranges if r.first <= first and behind <= r.behind), None)
                 assert owner, f"{kernel} touches {first:#x} to {behind:#x}, outside of its arguments {ranges}"
                 counter[Place(kernel, owner)] += touched.size * item
@@ -67,8 +61,8 @@ def counted_traffic() -> Iterator[Traffic]:
 
         return counted
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "run", counting_run)
+    with recorded_launches() as launches, pytest.MonkeyPatch.context() as patch:
+        ranges_of = functools.cache(lambda number: list(_ranges(launches[number].arguments)))
         # plain loads and stores come here too, with a mask of ones
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
         patch.setattr(InterpreterBuilder, "create_masked_load", counting(load, traffic.loaded, mask_at=0))

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -178,19 +179,17 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule |
     version = _inspected(host)
     session = host.prepare(correction, lr_rule) if head == LOGITS else host.prepare(correction, lr_rule, head)
     loaded = [symbol for symbol in host.replaceable if not host.in_parts or symbol.module in sys.modules]
-    places = [place for symbol in loaded if (place := _place(host, symbol, session)) is not None]
     installed = Installed(host, version, correction, lr_rule, session, head)
-    installed.replace(places)
+    _replace(installed, loaded)
     for symbol in host.replaceable:
         if symbol not in loaded:
-            installed.later.call(symbol.module, partial(_replace_late, installed, symbol))
+            installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
     return installed
 
 
-def _replace_late(installed: Installed, symbol: Symbol) -> None:
-    place = _place(installed.host, symbol, installed.session)
-    if place is not None:
-        installed.replace([place])
+def _replace(installed: Installed, symbols: Sequence[Symbol]) -> None:
+    places = [_place(installed.host, symbol, installed.session) for symbol in symbols]
+    installed.replace([place for place in places if place is not None])
 
 
 def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:

@@ -25,20 +25,29 @@ def drawing(draw: Draw | None) -> AbstractContextManager[Any]:
     return mock.patch.object(engine, "draw", draw or engine.draw)
 
 
-def penalised(penalty: float) -> Draw:
-    """A presence penalty that the logs do not show."""
+def changed(change: Callable[[Tensor, Tensor], Tensor], *, shown: bool) -> Draw:
+    """An engine that draws from changed logits [B, V], given how often each id came; its logs show it or do not."""
     sound, seen = engine.draw, torch.zeros(0)
 
     def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> engine.Drawn:
         nonlocal seen
         if seen.shape != logits.shape:
             # rows leave the batch when they end: their neighbours' history starts again, which a fault may
-            seen = torch.zeros_like(logits)
-        ids = sound(logits - penalty * seen, params, uniforms).ids
-        seen.scatter_(-1, ids[:, None], 1.0)
-        return engine.Drawn(ids, logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0], None)
+            seen = torch.zeros(logits.shape)
+        drawn = sound(change(logits.float(), seen), params, uniforms)
+        seen.scatter_add_(-1, drawn.ids[:, None], torch.ones(len(seen), 1))
+        if shown:
+            return drawn
+        honest = (logits.float() / params.temperature).log_softmax(-1)
+        return engine.Drawn(drawn.ids, honest.gather(-1, drawn.ids[:, None])[:, 0], None)
 
     return draw
+
+
+def penalised(penalty: float) -> Draw:
+    """A presence penalty that the logs do not show."""
+    # rounded as the logits of the engine are
+    return changed(lambda logits, seen: logits.bfloat16() - penalty * (seen > 0).bfloat16(), shown=False)
 
 
 def rounded(weights: Weights, kind: str) -> Weights:

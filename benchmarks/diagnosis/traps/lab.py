@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import Draw, drawing
 from diagnosis.traps.language import END, TOPIC_IDS, TOPICS, Language
 from diagnosis.traps.models import Trained, Weights, build, trained
-from diagnosis.traps.scoring import score, shifted_experts
+from diagnosis.traps.scoring import dump_of, score, shifted_experts
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
@@ -88,24 +89,14 @@ class Lab:
     def dump(self, samples: Sequence[Sample], *, model: Any = None, **scoring: Any) -> Chunk:
         """The dump of some samples; ``scoring``: of ``score``."""
         scores = score(model or self.trainer, samples, **scoring)
-        count = len(samples)
-        tokens = {"entropy": scores.entropy, "token_id": np.concatenate([s.output_ids for s in samples])}
-        if scores.routes is not None:
-            tokens["routes_shifted"] = shifted_experts(scores.routes, samples)
-        order = np.arange(count)
-        sequences = {
-            "step": order * STEPS // count,
-            "group": order // RESPONSES,
-            "server": SERVERS[order % SERVERS.size],
-            "finish_reason": np.array([s.finish_reason for s in samples]),
-            "prompt_length": np.array([len(s.prompt_ids) for s in samples]),
-            "cached_tokens": np.zeros(count, dtype=np.int64),
-            "syncs": order * STEPS // count,
-        }
-        return Chunk(
-            scores.log_probs,
-            np.concatenate([np.asarray(s.logprobs, dtype=np.float32) for s in samples]),
-            np.cumsum([0, *(len(s.output_ids) for s in samples)]),
-            tokens,
-            sequences,
+        order = np.arange(len(samples))
+        step = order * STEPS // order.size
+        made = dump_of(
+            samples,
+            scores,
+            **{"step": step, "syncs": step, "group": order // RESPONSES, "server": SERVERS[order % SERVERS.size]},
+            finish_reason=np.array([s.finish_reason for s in samples]),
+            cached_tokens=np.zeros_like(order),
         )
+        routes = scores.routes
+        return made if routes is None else with_columns(made, routes_shifted=shifted_experts(routes, samples))

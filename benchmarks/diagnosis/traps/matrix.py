@@ -2,8 +2,12 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 
 from megatron_rc.analyze import rules
 from megatron_rc.analyze.diagnosis import Diagnosis
@@ -12,12 +16,11 @@ from megatron_rc.jobs.describe import table
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
 RULES = sorted(rules.RULES)
-_CELL, _NAME, _HEAD = 38, 270, 70
-_RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
-_LEGEND = (_RIGHT, "dumps with the wanted answer"), (_WRONG, "dumps with another answer")
+_COLOURS = LinearSegmentedColormap.from_list("answers", ["#c62828", "#f2f2f2", "#2e7d32"])
+"""From dumps with another answer over none to those with the wanted one."""
 
-MORE = Path(__file__).parents[1] / "confusion_more.md"
-"""What follows the matrix; parts of it are written by analyze_docs.py."""
+TEMPLATE = Path(__file__).parents[1] / "confusion.md"
+"""The page around the matrix; parts of it are written by analyze_docs.py."""
 
 
 @dataclass
@@ -67,49 +70,27 @@ class Matrix:
     def page(self, seeds: int) -> str:
         """The document with picture and table."""
         command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))} --docs"
-        return (
-            "# Which rule answers to which trap\n\n"
-            "Each row is a dump of a small model (vocabulary 4,096, 18,000 to 34,000 tokens of responses of up to 160) "
-            "with one fault.\n*Real engine*: the embedded engine runs with that fault. *Real server*: an SGLang server "
-            "does, for one seed and with 12,000 to 14,000 tokens. *Injected*: the logs of a healthy dump\nare changed. "
-            f"The sampler computes in bf16, the trainer in fp32. A number counts dumps, of {seeds} "
-            f"seed{'s' * (seeds != 1)}, in which\nthe rule answered; RC501 "
-            "also answers next to the other benign causes.\n\n"
-            "![traps against rules](../images/confusion.svg)\n\n"
-            f"{self.markdown()}\n"
-            f"`{command}` writes this page.\n\n" + MORE.read_text(encoding="utf-8")
-        )
+        counted = f"{seeds} seed{'s' * (seeds != 1)}"
+        return TEMPLATE.read_text(encoding="utf-8").format(table=self.markdown(), command=command, seeds=counted)
 
-    def svg(self) -> str:
+    def draw(self, path: Path) -> None:
         """The picture: green where the wanted rule answered, red where another one did."""
-        width, height = _NAME + _CELL * len(RULES) + 30, _HEAD + 20 * len(self.rows) + 34
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            'font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        figure = Figure(figsize=(11.4, 0.24 * len(self.rows) + 1), layout="constrained")
+        axes = figure.subplots()
+        shares = [
+            [row.answers[code] / row.dumps * (1 if self.expected(row, code) else -1) for code in RULES]
+            for row in self.rows
         ]
-        for column, code in enumerate(RULES):
-            x = _NAME + _CELL * column + _CELL / 2
-            parts.append(f'<text x="{x}" y="{_HEAD - 8}" transform="rotate(-60 {x} {_HEAD - 8})">{code}</text>')
-        for index, row in enumerate(self.rows):
-            y = _HEAD + 20 * index
-            parts.append(f'<text x="{_NAME - 8}" y="{y + 14}" text-anchor="end">{escape(row.name)}</text>')
-            for column, code in enumerate(RULES):
-                share = row.answers[code] / row.dumps
-                colour = _EMPTY if not share else _RIGHT if self.expected(row, code) else _WRONG
-                x = _NAME + _CELL * column
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="18" fill="{colour}" '
-                    f'fill-opacity="{0.25 + 0.75 * share if share else 1:.2f}"/>'
-                )
-                if share:
-                    parts.append(
-                        f'<text x="{x + _CELL / 2 - 1}" y="{y + 13}" text-anchor="middle" fill="#ffffff">'
-                        f"{row.answers[code]}</text>"
-                    )
-        y = _HEAD + 20 * len(self.rows) + 10
-        for place, (colour, meaning) in enumerate(_LEGEND):
-            x = _NAME + 230 * place
-            parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 20}" y="{y + 11}">{meaning}</text>')
-        return "\n".join([*parts, "</svg>"]) + "\n"
+        axes.pcolormesh(shares, cmap=_COLOURS, vmin=-1, vmax=1, edgecolors="white", lw=2, rasterized=True)
+        for y, row in enumerate(self.rows):
+            for code, dumps in row.answers.items():
+                place = RULES.index(code) + 0.5, y + 0.5
+                axes.text(*place, f"{dumps}", color="white", size=8, ha="center", va="center")
+        axes.set_xticks(np.arange(len(RULES)) + 0.5, RULES, rotation=60)
+        axes.set_yticks(np.arange(len(self.rows)) + 0.5, [row.name for row in self.rows])
+        axes.set_title("dumps by the rule that answered; green: the wanted one, red: another", size=10, loc="left")
+        axes.tick_params(length=0, labelsize=9, labeltop=True, labelbottom=False)
+        axes.invert_yaxis()
+        axes.spines[:].set_visible(False)
+        with rc_context({"svg.hashsalt": "confusion", "svg.fonttype": "none"}):
+            figure.savefig(path, metadata={"Date": None})

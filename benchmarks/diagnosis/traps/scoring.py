@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import Sample
 
 _BATCH = 16
@@ -61,11 +62,18 @@ def score(
     return Scores(_flat(log_probs), _flat(entropies), _flat(routes) if routes else None)
 
 
+def dump_of(samples: Sequence[Sample], scores: Scores, **sequences: np.ndarray) -> Chunk:
+    """The dump of samples, with these columns of sequences besides what every sample knows."""
+    tokens = {"entropy": scores.entropy, "token_id": np.concatenate([s.output_ids for s in samples])}
+    log_mu = np.concatenate([np.asarray(s.logprobs, np.float32) for s in samples])
+    sequences["prompt_length"] = np.array([len(s.prompt_ids) for s in samples])
+    return Chunk(scores.log_probs, log_mu, np.cumsum([0, *(len(s.output_ids) for s in samples)]), tokens, sequences)
+
+
 def shifted_experts(ours: np.ndarray, samples: Sequence[Sample]) -> np.ndarray:
     """[N] share of the layers whose set of experts differs between trainer and sampler."""
     theirs = torch.cat([s.routes[len(s.prompt_ids) - 1 :] for s in samples if s.routes is not None]).numpy()
-    result: np.ndarray = (np.sort(ours, axis=-1) != np.sort(theirs, axis=-1)).any(axis=-1).mean(axis=-1)
-    return result.astype(np.float32)
+    return (np.sort(ours, axis=-1) != np.sort(theirs, axis=-1)).any(axis=-1).mean(axis=-1).astype(np.float32)
 
 
 def _experts(model: Any) -> dict[int, Tensor]:

@@ -1,15 +1,12 @@
 """Traps in a real SGLang server on the CPU: one start, one dump after the other."""
 
-import json
 import os
 import re
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +20,12 @@ from diagnosis.traps.models import VERSIONS, Weights, build
 from diagnosis.traps.planted import Trap
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.engine import Sample
+from megatron_rc.rollout.sglang.http import Background, Server
 
 ASKED = 64
 """Prompts per dump, which gives about 19,000 tokens."""
+TIMEOUT = 600.0
+"""Seconds for one answer."""
 CACHED_PROMPT = 128
 """Tokens of the prompts whose keys and values outlive a weight update."""
 FLAGS = (
@@ -75,7 +75,6 @@ class Session:
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self._url = ""
 
     @contextmanager
     def running(self) -> "Iterator[Session]":
@@ -83,16 +82,17 @@ class Session:
         options = ["--background", "--log", str(log), "--stop-with", str(os.getpid()), *FLAGS]
         command = ["bash", str(SERVE), str(model), *options]
         said = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
-        self._url = re.findall(r"serving at (\S+),", said.stdout)[-1]
         try:
-            yield self
+            with closing(Background()) as background:
+                self._server = Server(re.findall(r"serving at (\S+),", said.stdout)[-1], background)
+                yield self
         finally:
             subprocess.run(["bash", str(SERVE), "stop", "--log", str(log)], check=True)
 
     def serve(self, name: str, *, flush: bool = True) -> None:
         """Serve other weights; without ``flush`` the prefix cache survives, which is the fault of its trap."""
         body = {"model_path": str(self._checkpoint(name)), "flush_cache": flush, "weight_version": name}
-        self._post("/update_weights_from_disk", body)
+        self._server.post("/update_weights_from_disk", body, TIMEOUT)
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int = 2, **sampling: Any) -> list[Sample]:
         """``n`` responses per prompt, with the log-probs that the server logs; None leaves a parameter to it."""
@@ -120,9 +120,9 @@ class Session:
 
         def retract() -> None:
             while not stop.wait(1.0):
-                self._post("/pause_generation", {"mode": "retract"})
+                self._server.post("/pause_generation", {"mode": "retract"}, TIMEOUT)
                 time.sleep(0.2)
-                self._post("/continue_generation", {})
+                self._server.post("/continue_generation", {}, TIMEOUT)
 
         thread = threading.Thread(target=retract)
         thread.start()
@@ -157,17 +157,8 @@ class Session:
         parameters = {"max_new_tokens": LENGTH, "temperature": 1.0, "stop_token_ids": [END], **sampling}
         parameters = {name: value for name, value in parameters.items() if value is not None}
         body = {"input_ids": list(prompts), "sampling_params": parameters, "return_logprob": True, **(extra or {})}
-        return [(list(p), a) for p, a in zip(prompts, json.loads(self._post("/generate", body)), strict=True)]
-
-    def _post(self, path: str, body: dict[str, Any]) -> bytes:
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return bytes(answer.read())
-        except urllib.error.HTTPError as refused:
-            raise RuntimeError(f"{path} answered {refused.code}: {refused.read()[:300]!r}") from None
+        answers = self._server.post("/generate", body, TIMEOUT)
+        return [(list(prompt), answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _checkpoint(self, name: str) -> Path:
         """The folder of a version, or of the newest one wrongly converted."""

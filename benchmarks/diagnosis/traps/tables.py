@@ -35,15 +35,13 @@ class Tables:
     @cached_property
     def entropy(self) -> np.ndarray:
         """[CONTEXTS, LENGTH] of the trainer, nats."""
-        result: np.ndarray = -(np.exp(self.log_pi) * self.log_pi).sum(axis=-1)
-        return result
+        return -(np.exp(self.log_pi) * self.log_pi).sum(axis=-1)
 
     @cached_property
     def _stacked(self) -> np.ndarray:
         """[CONTEXTS * LENGTH * V] one rising array for all contexts, so that one search draws for all of them."""
         cumulative = np.cumsum(np.exp(self.log_mu.astype(np.float64)), axis=-1).reshape(CONTEXTS * LENGTH, -1)
-        result: np.ndarray = (cumulative / cumulative[:, -1:] + np.arange(CONTEXTS * LENGTH)[:, None]).reshape(-1)
-        return result
+        return (cumulative / cumulative[:, -1:] + np.arange(CONTEXTS * LENGTH)[:, None]).reshape(-1)
 
     def honest(self, seed: int, tokens: int, *, ends_early: bool = False) -> Iterator[Chunk]:
         """Yield a fresh honest dump in pieces: each token is drawn from the sampler's distribution in its context.

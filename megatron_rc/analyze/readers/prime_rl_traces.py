@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,19 +49,13 @@ SHOWS = (frozenset({"traces"}), frozenset({"trace_id", "branches"}))
 FORMAT = Format("prime-rl-traces", "prime-rl trace stream", "jsonl", SHOWS, read, groups)
 
 
-class Note(NamedTuple):
-    """Where the values of a branch are in the file."""
-
-    offset: int
-    size: int
-
-
 class Annotations:
     """What the trainer and the orchestrator wrote about each branch; it is as long as the dump, so it is on disk."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._notes: dict[str, dict[tuple[str, int], Note]] = {name: {} for name in STREAMS}
+        self._notes: dict[str, dict[tuple[str, int], tuple[int, int]]] = {name: {} for name in STREAMS}
+        """Where the values of each branch begin in the file, and how many there are."""
         self._steps: dict[str, int] = {}
         self._end = 0
 
@@ -80,15 +74,12 @@ class Annotations:
                 # the entropy of an earlier pass does not belong to these log-probs
                 self._notes[ENTROPY].pop((trace, branch["index"]), None)
             for name, stream in values.items():
-                self._add(name, (trace, branch["index"]), stream)
+                self._file.seek(self._end)
+                self._notes[name][trace, branch["index"]] = self._end, stream.size
+                self._end += self._file.write(stream.tobytes())
         batch = info.get("ship") if isinstance(info, dict) else None
         if isinstance(batch, dict) and type(batch.get("step")) is int:
             self._steps[trace] = batch["step"]
-
-    def _add(self, name: str, branch: tuple[str, int], values: Floats) -> None:
-        self._file.seek(self._end)
-        self._notes[name][branch] = Note(self._end, values.size)
-        self._end += self._file.write(values.tobytes())
 
     def __bool__(self) -> bool:
         return bool(self._notes[LOG_PI])
@@ -97,9 +88,10 @@ class Annotations:
         """Values of the tokens of a branch by the name in the file; NaN where the trainer did not train on them."""
         values = {}
         for name, notes in self._notes.items():
-            if (note := notes.get((trace, branch))) is not None:
-                self._file.seek(note.offset)
-                values[name] = np.frombuffer(self._file.read(8 * note.size))
+            if (trace, branch) in notes:
+                offset, size = notes[trace, branch]
+                self._file.seek(offset)
+                values[name] = np.frombuffer(self._file.read(8 * size))
         return values
 
     def step(self, trace: str) -> dict[str, int]:
@@ -149,15 +141,9 @@ def _rows(path: Path, notes: Annotations, corrupt: CorruptRows) -> Iterator[tupl
             if isinstance(name, str) and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
                 for index, leaf in enumerate(_leaves(nodes)):
                     if LOG_PI in (note := notes.of(name, index)):
-                        yield place, partial(_branch, trace, episode, leaf, note, notes.step(name))
+                        yield place, partial(_row, trace, episode, leaf, note, notes.step(name))
             else:
                 corrupt.add(f"{place}: a trace must have an id and a list of nodes")
-
-
-def _branch(
-    trace: dict[str, Any], episode: dict[str, Any], leaf: int, note: dict[str, Floats], step: dict[str, int]
-) -> rows.Row:
-    return _row(_path(trace["nodes"], leaf), note, {**_sequence(trace, episode), **step})
 
 
 def _leaves(nodes: list[dict[str, Any]]) -> list[int]:
@@ -179,9 +165,11 @@ def _path(nodes: list[dict[str, Any]], leaf: int) -> list[dict[str, Any]]:
         at = parent
 
 
-def _row(path: list[dict[str, Any]], note: dict[str, Floats], sequence: dict[str, Any]) -> rows.Row:
+def _row(
+    trace: dict[str, Any], episode: dict[str, Any], leaf: int, note: dict[str, Floats], step: dict[str, int]
+) -> rows.Row:
     """The response of a branch: from the first trained token to the last one."""
-    log_pi = note[LOG_PI]
+    path, log_pi = _path(trace["nodes"], leaf), note[LOG_PI]
     ids = np.concatenate([rows.whole_numbers(node.get("token_ids") or [], "token_ids") for node in path])
     sampled = np.concatenate([rows.flags(node.get("mask") or [], "mask") for node in path])
     logged = np.concatenate([rows.log_probs(node.get("logprobs") or [], "logprobs") for node in path])
@@ -200,7 +188,9 @@ def _row(path: list[dict[str, Any]], note: dict[str, Floats], sequence: dict[str
         rows.check_sizes({ADVANTAGE: note[ADVANTAGE]}, ids.size, "token_ids has")
         tokens["advantage"] = note[ADVANTAGE][span]
     tokens["turn"] = np.repeat(np.arange(len(path)), [len(node.get("token_ids") or []) for node in path])[span]
-    return rows.Row(log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **sequence})
+    return rows.Row(
+        log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **_sequence(trace, episode), **step}
+    )
 
 
 def _sequence(trace: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:

@@ -120,25 +120,20 @@ def stop_tokens(facts: Facts) -> Finding:
     return good("the server ends responses at no token that the trainer does not know as an end")
 
 
-@SAMPLING.check
-def speculative_decoding(facts: Facts) -> Finding:
-    """Acceptance of draft tokens against exact sampling."""
-    flags = facts.server.flags
-    algorithm = flags["speculative_algorithm"]
-    if not algorithm:
-        return good("every token is drawn from the served model itself")
-    single, joint = flags["speculative_accept_threshold_single"], flags["speculative_accept_threshold_acc"]
-    if min(single, joint) < 1:
-        return error(
-            f"{algorithm} accepts draft tokens at thresholds of {single} and {joint}, so samples do not follow their "
-            "log-probs",
-            "Set --speculative-accept-threshold-single and -acc to 1, or leave out --speculative-algorithm.",
-        )
-    return warning(
-        f"{algorithm}: the draft model is not trained with the policy, and the bridge is not tested with it",
-        "Start the server without --speculative-algorithm.",
-    )
-
+SAMPLING.add(of_flags("Acceptance of draft tokens against exact sampling",
+    FlagRule("speculative-decoding",
+        lambda flags: flags["speculative_algorithm"]
+        and min(flags["speculative_accept_threshold_single"], flags["speculative_accept_threshold_acc"]) < 1,
+        "{args[speculative_algorithm]} accepts draft tokens at thresholds of "
+        "{args[speculative_accept_threshold_single]} and {args[speculative_accept_threshold_acc]}, so samples do not "
+        "follow their log-probs",
+        "Set --speculative-accept-threshold-single and -acc to 1, or leave out --speculative-algorithm.",
+        good="every token is drawn from the served model itself"),
+    FlagRule("speculative-decoding", lambda flags: flags["speculative_algorithm"],
+        "{args[speculative_algorithm]}: the draft model is not trained with the policy, and the bridge is not tested "
+        "with it",
+        "Start the server without --speculative-algorithm.", severity="warning"),
+))  # fmt: skip
 
 SAMPLING.add(of_flags("--rl-on-policy-target against fp32 log-probs", FlagRule(
     "on-policy-target", lambda flags: flags["rl_on_policy_target"] is not None,

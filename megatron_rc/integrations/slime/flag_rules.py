@@ -43,20 +43,12 @@ def _corrects(args: Any) -> bool:
     ours = any(names(args, hook) for hook in ("tis", "loss", "rollout_data", "enable"))
     if args.use_rollout_logprobs or (not ours and (args.use_tis or args.custom_loss_function_path)):
         return True
-    if not ours:
-        return False
-    try:
-        return read(args).correction.acts
-    except ValueError:
-        return False
+    return ours and not refused(read, args) and read(args).correction.acts
 
 
 def _only_drops(args: Any) -> bool:
     """Whether tis drops tokens of a loss whose ratio is pi / mu, and multiplies nothing."""
-    try:
-        return names(args, "tis") and read(args).correction.old == "rollout"
-    except ValueError:
-        return False
+    return names(args, "tis") and not refused(read, args) and read(args).correction.old == "rollout"
 
 
 def _is_quantized(args: Any) -> bool:
@@ -132,12 +124,9 @@ def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
         return Given(args, chosen)
 
     def mistake(hook: str, rule: FlagRule, args: Any) -> str | None:
-        try:
-            run = given(args)
-        except ValueError:
-            # the rule hook-settings says so
-            return None
-        return rule.mistake(run) if _is_named(hook, run) else None
+        # the rule hook-settings says why the settings cannot be read
+        run = None if refused(given, args) else given(args)
+        return rule.mistake(run) if run and _is_named(hook, run) else None
 
     return (
         FlagRule("hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",

@@ -71,15 +71,10 @@ def _is_ours(args: Any) -> bool:
 
 
 def _has_our_head(args: Any) -> bool:
-    text = _settings(args)
-    if text is None:
-        return False
     from megatron_rc.integrations.verl import settings
 
-    try:
-        return settings.read(text).head == "linear"
-    except ValueError:
-        return False
+    text = _settings(args)
+    return text is not None and not refused(settings.read, text) and settings.read(text).head == "linear"
 
 
 def _corrects(args: Any) -> bool:

@@ -1,6 +1,5 @@
 """loss_mode=megatron_rc: a loss of verl with the weights of the correction, or corrected in the worker itself."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +33,9 @@ def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
     """The host's function, which also knows loss_mode=megatron_rc."""
     if name != LOSS_MODE:
         return original(name)
+    inner = original(state.settings.inner)
     corrected = corrected_by_the_worker if state.by_the_loss else corrected_by_the_driver
-    return partial(_policy_loss, corrected, state, original(state.settings.inner))
-
-
-def _policy_loss(corrected: Function, state: VerlPatch, inner: Function, *args: Any, **kwargs: Any) -> Answer:
-    loss, metrics = corrected(state, inner, Given(*args, **kwargs))
-    return loss, metrics
+    return lambda *args, **kwargs: corrected(state, inner, Given(*args, **kwargs))
 
 
 def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> Answer:
