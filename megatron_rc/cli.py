@@ -205,10 +205,10 @@ def grid(
     ] = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds in place of the YAML's, such as 1,2,3.")] = "",
     output: Annotated[
-        str, typer.Option(help="Folder in place of the YAML's; of several YAMLs, each has one of its name in it.")
+        str, typer.Option(help="Output folder, overriding the YAML's. With several YAMLs, each gets a subfolder.")
     ] = "",
     budget_minutes: Annotated[
-        float, typer.Option(metavar="N", help="Start no cell that would, by the mean time of a cell, end later.")
+        float, typer.Option(metavar="N", help="Start no new cell that is expected to finish after N minutes.")
     ] = math.inf,
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field of all jobs.")

@@ -75,8 +75,8 @@ class Recommendation:
             return f"A correction would hide a bug: fix {' and '.join(self.first)} first."
         once = f" once {' and '.join(self.suspects)} is decided" if self.suspects else ""
         what = f"No correction is needed{once}" if self.method == "none" else f"Recommended{once}: {self.method}"
-        what += ", untested here" if self.untested else ""
-        return f"{what}; {self.agreement:.0%} of {RESAMPLINGS} resamplings of the responses agree."
+        what += ", beyond what our lab tested" if self.untested else ""
+        return f"{what} ({round(self.agreement * RESAMPLINGS)} of {RESAMPLINGS} bootstrap samples agree)."
 
     @property
     def reason(self) -> str:

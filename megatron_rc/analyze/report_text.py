@@ -115,7 +115,7 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
     return [
         ("k3", f"{whole.k3:.2e} nats per token"),
         ("sigma", f"{whole.sigma:.3f}: the noise of every logit that would give this gap"),
-        ("T*", f"{growth.reach}: the length from which a sequence weight has a variance above e - 1"),
+        ("T*", f"{growth.reach}: for longer responses, whole-sequence weights are mostly noise"),
         ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
         ("k-hat", f"{number(tail[0])} of tokens; {number(tail[1])} of sequences{trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),

@@ -43,7 +43,7 @@ def doctor(
     ] = False,
     syncs: Annotated[
         int,
-        typer.Option(min=0, help="With --probe: send the trainer's weights so often, unchanged; the gap must stay."),
+        typer.Option(min=0, help="With --probe: send unchanged weights N times; the gap must not change."),
     ] = 0,
     floor: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --probe: write the noise floor for analyze --floor FILE.")

@@ -13,8 +13,8 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     whole = evidence.whole
     horizon, typical = evidence.growth.horizon, typical_noise(evidence)
-    reach = f"; weights of whole sequences are useful up to {evidence.growth.reach}" if math.isfinite(horizon) else ""
-    text = f"the gap of k3 {whole.k3:.1e} nats per token is what a noise of {whole.sigma:.3f} on every logit gives"
+    reach = f"; whole-sequence weights work up to {evidence.growth.reach}" if math.isfinite(horizon) else ""
+    text = f"the gap (k3 {whole.k3:.1e} nats per token) is what logit noise of {whole.sigma:.3f} would cause"
     if typical < whole.sigma / 2:
         text += f", but of {typical:.3f} at the typical token: few tokens carry it{_who(evidence)}"
     if doubt := size_doubt(evidence):
