@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,7 +129,8 @@ def _strength(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
                           textcoords="offset points", fontsize=8, color=styles[label]["color"])  # fmt: skip
     for place, (label, point) in enumerate(unseen):
         _shares(beside, [place], [point], **styles[label])
-    names = [_short(label, point["strength"]) for label, point in unseen]
+    # a temperature tells by itself whether it is low
+    names = [f"{re.sub('hidden |low |high ', '', label)} {point['strength']}".strip() for label, point in unseen]
     beside.set_xticks(range(len(unseen)), names, rotation=90, fontsize=8)
     beside.set_xlabel(f"k3 below {UNSEEN:g}", fontsize=10, color=SOFT)
     beside.set_visible(bool(unseen))
@@ -139,13 +141,6 @@ def _strength(canvas: Any, data: Data, shown: Mapping[str, Look]) -> None:
     axes.set_xlabel("k3 of the first quarter of the steps, nats per token", fontsize=10, color=SOFT)
     (beside if unseen else axes).set_ylabel("runs that failed, 90 % interval", fontsize=10, color=SOFT)
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _short(label: str, strength: str) -> str:
-    """The label of an arm under its point: a temperature tells by itself whether it is low."""
-    for word in ("hidden ", "low ", "high "):
-        label = label.replace(word, "")
-    return f"{label} {strength}".strip()
 
 
 def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from collapse.intervals import Interval, log_rank, mean, median, share, survival
-from collapse.rows import SIGNALS, UNSEEN, Point, Row
+from collapse.rows import SIGNALS, UNSEEN, Row
 from collapse.rules import later_than_k3
 from collapse.runs import PLAIN, Results, by_arm, is_exact, lives
 
@@ -91,16 +91,13 @@ def _curves(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     """All seeds of every arm, and their mean."""
     panels = {}
     for label, rows in arms.items():
-        seeds = {row.seed: _line(results.curve(row)) for row in rows}
+        curves = {row.seed: [(point.step, point.accuracy) for point in results.curve(row)] for row in rows}
+        seeds = {seed: [pair for pair in curve if not math.isnan(pair[1])] for seed, curve in curves.items()}
         hits, runs = results.count(rows, "failed")
         panels[label] = {"seeds": seeds, "mean": _mean_line(list(seeds.values())), "failed": hits, "runs": runs}
         panels[label]["grad_norm"] = _known_mean(rows, "grad_norm")
     exact = next((panels[label]["mean"] for label, rows in arms.items() if all(map(is_exact, rows))), [])
     return {"panels": panels, "exact": exact}
-
-
-def _line(points: Sequence[Point]) -> list[tuple[int, float]]:
-    return [(point.step, point.accuracy) for point in points if not math.isnan(point.accuracy)]
 
 
 def _mean_line(lines: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:

@@ -154,10 +154,7 @@ def load(folder: Path = FOLDER, recipes: Path | None = None) -> Results:
     points = {stage: committed(Point, stage, folder) for stage in stages(folder)}
     if recipes is None:
         return Results(rows, points)
-    rules = {stage: rules_of(recipes / f"{stage}.yaml") for stage in points}
+    stated = {stage: schema.load_yaml(recipes / f"{stage}.yaml")["endpoints"] for stage in points}
+    # the section alone, without the jobs of its recipe
+    rules = {stage: schema.from_dict(Endpoints, each, where="endpoints") for stage, each in stated.items()}
     return Results(rows, points, rules, {file.stem: {*planned(file)} for file in sorted(recipes.glob("*.yaml"))})
-
-
-def rules_of(recipe: Path) -> Endpoints:
-    """The section `endpoints` of a recipe, without its jobs."""
-    return schema.from_dict(Endpoints, schema.load_yaml(recipe)["endpoints"], where="endpoints")

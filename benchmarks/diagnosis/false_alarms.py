@@ -35,7 +35,7 @@ def diagnosed(honest: Tables, seed: int, tokens: int, rounding: str) -> Diagnosi
 
 
 def cells(found: Sequence[Diagnosis]) -> list[str]:
-    """Honest dumps that were called a bug, the rate that so few exclude at 5 %, and the wrong verdicts."""
+    """How many honest dumps were called a bug, the rate that so few exclude at 5 %, and the wrong verdicts."""
     alarms = sum(any(verdict.level is Level.BUG for verdict in diagnosis.verdicts) for diagnosis in found)
     most = stats.binomtest(alarms, len(found), alternative="less").proportion_ci(0.95).high
     wrong = Counter(name for diagnosis in found for name in {f"{v.code} {v.level}" for v in accusing(diagnosis)})

@@ -11,10 +11,8 @@ from megatron_rc.drawing.colours import LIGHT, METHODS
 from megatron_rc.drawing.colours import OTHER as OTHER_HUE
 from megatron_rc.report.picture import SOFT, TEXT
 
-MARKERS = {
-    **{"none": "o", "none, old: rollout": "D", "sequence IS": "x", "token-tis": "s", "seq-tis": "^", "seq-mis": "v"},
-    "standardized": "P",
-}
+MARKERS = {"none": "o", "none, old: rollout": "D", "sequence IS": "x", "token-tis": "s"}
+MARKERS |= {"seq-tis": "^", "seq-mis": "v", "standardized": "P"}
 """Estimators with a colour of their own; all others are grey."""
 NAMES = {"none": "none (old: recompute)", "sequence IS": "sequence IS, no bound"}
 """Estimators that the legend calls otherwise than the rows do."""

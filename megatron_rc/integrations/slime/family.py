@@ -13,11 +13,6 @@ class Member:
     tis_caller: str
     """The module that calls the function of --custom-tis-function-path."""
 
-    @property
-    def init_caller(self) -> str:
-        """The module that calls the function of --custom-megatron-init-path."""
-        return f"{self.name}.backends.megatron_utils.initialize"
-
 
 SLIME = Member("slime", True, "slime.backends.megatron_utils.loss")
 MILES = Member("miles", False, "miles.backends.training_utils.loss_hub.losses")

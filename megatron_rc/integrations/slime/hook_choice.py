@@ -26,10 +26,13 @@ def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, wh
             "signal of lr_rule must be 'length': the others need old 'recompute', and a hook that sees a whole "
             "rollout before its update, which slime has"
         )
-    hooks = ["rollout_data" if by_mismatch(lr_rule) else _correcting(correction)]
-    if "rollout_data" in hooks and not whole_rollouts:
-        raise ValueError(f"{_pooled(correction)}: no hook of this host sees a whole rollout before its update")
-    return hooks + ["before_train_step"] * (lr_rule is not None)
+    pooled = _pooled(correction)
+    if pooled and not whole_rollouts:
+        raise ValueError(f"{pooled}: no hook of this host sees a whole rollout before its update")
+    # tis keeps the host's own loss
+    hook = "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
+    hook = "rollout_data" if pooled or by_mismatch(lr_rule) else hook
+    return [hook] + ["before_train_step"] * (lr_rule is not None)
 
 
 def _pooled(correction: RolloutCorrection) -> str:
@@ -41,13 +44,6 @@ def _pooled(correction: RolloutCorrection) -> str:
     if correction.judges(STANDARDIZED):
         return "reject must not use 'standardized'"
     return ""
-
-
-def _correcting(correction: RolloutCorrection) -> str:
-    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for what is pooled."""
-    if _pooled(correction):
-        return "rollout_data"
-    return "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:

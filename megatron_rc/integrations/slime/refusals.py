@@ -39,11 +39,6 @@ def _sees_one_micro_batch(args: Any) -> bool:
     return not in_advantages(args, args.settings)
 
 
-def _unknown_statistics(args: Any) -> list[str]:
-    known = (*STATISTICS, ROUTE_SHIFT) if args.settings.routes else tuple(STATISTICS)
-    return [each.statistic for each in args.correction.reject if each.statistic not in known]
-
-
 def _steps_per_rollout(args: Any) -> int:
     samples: int = args.rollout_batch_size * args.n_samples_per_prompt
     return args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
@@ -55,12 +50,6 @@ def _is_unapplied(args: Any) -> bool:
     by_tis = names(args, "tis") and args.use_tis
     by_loss = names(args, "loss") and args.loss_type == "custom_loss"
     return acts and not (names(args, "rollout_data") or by_tis or by_loss)
-
-
-def _lacks_lengths(args: Any) -> bool:
-    """Whether the rule of the learning rate needs lengths, and no hook that is named sees them."""
-    seen = any(names(args, hook) for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer"))
-    return by_length(args.settings.lr_rule) and not seen
 
 
 def _leaves_log_probs_out(args: Any) -> bool:
@@ -81,7 +70,9 @@ _ALWAYS = (
     FlagRule("hook-train-backend", lambda args: args.train_backend != "megatron",
         "--train-backend must be megatron, got {args.train_backend}", "Set --train-backend megatron."),
     TOP_K,
-    FlagRule("hook-statistic", _unknown_statistics,
+    FlagRule("hook-statistic",
+        lambda args: [gate.statistic for gate in args.correction.reject
+                      if gate.statistic not in (*STATISTICS, *[ROUTE_SHIFT] * args.settings.routes)],
         f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook computes, "
         "and route_shift with megatron_rc.routes, got {found[0]!r}",
         "Change megatron_rc.correction.reject."),
@@ -212,7 +203,9 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "before_train_step": (
         FlagRule("lr-rule-missing", lambda args: args.settings.lr_rule is None and not args.settings.routes,
             "megatron_rc.lr_rule must be set for before_train_step", f"Set it to {' or '.join(RULES)}."),
-        FlagRule("lr-rule-lengths", _lacks_lengths,
+        FlagRule("lr-rule-lengths",
+            lambda args: by_length(args.settings.lr_rule)
+            and not any(names(args, hook) for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer")),
             "megatron_rc.lr_rule must not depend on response lengths where no hook sees them",
             f"Change it (decay_period, signal), or set {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or "
             "another of these hooks."),

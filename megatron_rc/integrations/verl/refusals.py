@@ -69,7 +69,11 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
         if value(FUSED):
             raise ValueError(f"{FUSED} must be False with vocab_parallel_logprobs: verl then makes no logits")
     if state.settings.head == "linear":
-        _refuse_linear_head(value)
+        if strategy != "megatron":
+            raise ValueError(f"head: linear needs {STRATEGY}=megatron, got {strategy}")
+        for path, needed in ((FUSED, True), (PADDING, True), (MTP, False)):
+            if bool(value(path)) != needed:
+                raise ValueError(f"{path} must be {needed} with head: linear, which replaces the fused kernel of verl")
     loss_mode = value(_LOSS) or "vanilla"
     if not state.corrects:
         if loss_mode == LOSS_MODE:
@@ -101,14 +105,6 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
             f"{_LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
             "weight of its whole sequence"
         )
-
-
-def _refuse_linear_head(value: Callable[[str], Any]) -> None:
-    if value(STRATEGY) != "megatron":
-        raise ValueError(f"head: linear needs {STRATEGY}=megatron, got {value(STRATEGY)}")
-    for path, needed in ((FUSED, True), (PADDING, True), (MTP, False)):
-        if bool(value(path)) != needed:
-            raise ValueError(f"{path} must be {needed} with head: linear, which replaces the fused kernel of verl")
 
 
 def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:

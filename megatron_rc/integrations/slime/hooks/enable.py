@@ -39,7 +39,7 @@ def enable(args: Namespace) -> None:
 
 def _host() -> Member:
     """The host whose process this is: the one that has loaded the module which calls this hook."""
-    loaded = [member for member in FAMILY if member.init_caller in sys.modules]
+    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
     if len(loaded) != 1:
         raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
     return loaded[0]
