@@ -129,9 +129,8 @@ class _Centered(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         given = (logits, rows, top, correction, computed, tp_group)
         merged, centering, terms = softmax_and_terms(*given, with_entropy=with_entropy)
-        # the softmax and the terms are made here, so nobody can write to them; logits are compared by their version
-        ctx.save_for_backward(logits)
-        ctx.rows, ctx.top, ctx.merged, ctx.terms = rows, top, merged, terms
+        ctx.save_for_backward(logits, *merged)
+        ctx.rows, ctx.top, ctx.terms = rows, top, terms
         ctx.computed, ctx.inplace_backward = computed, inplace_backward
         ctx.mark_non_differentiable(*centering[1:])
         ctx.set_materialize_grads(False)
@@ -143,9 +142,10 @@ class _Centered(torch.autograd.Function):
         by = upstream[:3]
         if all(one is None for one in by):
             return (None,) * 8
-        (logits,) = ctx.saved_tensors
+        # unpacking compares versions: a tensor that was written to since forward raises here
+        logits, *merged = ctx.saved_tensors
         out = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
-        write_centered_gradient(ctx.computed, out, logits, ctx.rows, ctx.merged, ctx.top, ctx.terms, by)
+        write_centered_gradient(ctx.computed, out, logits, ctx.rows, Merged(*merged), ctx.top, ctx.terms, by)
         if ctx.inplace_backward:
             torch.autograd.graph.increment_version(logits)
         return out, *(None,) * 7

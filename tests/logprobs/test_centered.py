@@ -1,5 +1,6 @@
 """centered_logprobs of logits and of hidden states, on one shard and over unequal shards, against autograd in fp64."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,3 +205,11 @@ def test_top_ids_that_do_not_fit_are_refused(change: dict[str, Any], words: str)
     given = {"top": problem.top, "correction": TRUNCATED} | change
     with pytest.raises(ValueError, match=words):
         centered_logprobs(problem.hidden @ problem.weight.T, problem.targets, **given)
+
+
+def test_nothing_of_a_call_outlives_its_results() -> None:
+    problem = Problem()
+    found = centered_logprobs((problem.hidden @ problem.weight.T).requires_grad_(), problem.targets, problem.top, PLAIN)
+    kept = weakref.ref(found.logprobs)
+    del found
+    assert kept() is None, "a result that its own graph holds is freed by the garbage collector alone"
