@@ -175,7 +175,7 @@ def test_a_typed_loop_passes_and_a_wrong_type_does_not(checker: str, wheel: Path
     strict = ["--strict", "--python-executable", str(python), "--cache-dir", os.devnull]
     command = [program, *(strict if checker == "mypy" else ["--pythonpath", str(python)]), "loop.py"]
     text = (ROOT / "tests/support/typed_user.py").read_text()
-    for loop, said in ((text, "Success|0 errors"), (text.replace(", Corrected)", ", str)"), "assert_type")):
+    for loop, said in ((text, "Success|0 errors"), (text.replace(", Corrected)", ", str)"), "assert.type")):
         (tmp_path / "loop.py").write_text(loop)
         found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800).stdout
         assert re.search(said, found), found
