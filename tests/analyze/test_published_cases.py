@@ -19,11 +19,6 @@ def solve(function: Callable[[float], float], target: float, low: float, high: f
     return float(brentq(lambda x: function(x) - target, low, high))
 
 
-def probabilities(random: np.random.Generator, tokens: int) -> np.ndarray:
-    """Made up: log mu is -0.5 nats on average."""
-    return np.maximum(random.random(tokens) ** 0.5, 1e-6)
-
-
 def multiplicative_error(log_ratio: np.ndarray) -> float:
     """TME of NeMo-RL: the mean of exp |log pi - log mu| over tokens."""
     return float(np.exp(np.abs(log_ratio)).mean())
@@ -43,7 +38,7 @@ def nemo_rl_2141(error: float, outlier_errors: tuple[float, float] | None) -> Ch
     """
     random, sequences, length = np.random.default_rng(2141), 64, 200
     noise = random.normal(size=(sequences, length))
-    p = probabilities(random, sequences * length).reshape(sequences, length)
+    p = np.maximum(random.random((sequences, length)) ** 0.5, 1e-6)  # made up: log mu is -0.5 nats on average
     targets = np.full(sequences, error if outlier_errors is None else 1.03)
     if outlier_errors is not None:
         low, high = outlier_errors

@@ -55,9 +55,6 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
     assert "megatron.training" not in sys.modules
 
 
-COMMUNICATOR = "p2p_communicator=None"
-
-
 @pytest.mark.parametrize(
     ("status", "change", "check", "sentence"),
     [
