@@ -3,7 +3,7 @@
 LINES = {"megatron_rc": 43_830, "triton_kernels": 3_140, "tests": 43_080, "benchmarks": 9_290, "": 99_990}
 """Lines of Python below each folder and ("") in all."""
 
-WORDS = 39_800
+WORDS = 39_990
 """Words of the documents in docs/ that are written by hand."""
 
 GENERATED = (
