@@ -27,6 +27,9 @@ for argument in "$@"; do
 done
 parallel=() background=()
 trap '((${#background[@]} == 0)) || kill "${background[@]}" 2>/dev/null || true' EXIT
+# what is wrong with Python is said once, before a second installation starts
+child_environment
+make_venv
 ((${#paths[@]})) || { bash launch/sglang_cpu/install.sh & background+=($!); }
 prepare test dev
 PATH="$VENV/bin:$PATH"
