@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.correction.centering import check_centering
 from megatron_rc.correction.presets import METHODS, Method
 from megatron_rc.correction.rejection import STANDARDIZED as STANDARDIZED
 from megatron_rc.correction.rejection import STATISTICS as STATISTICS
@@ -69,12 +68,31 @@ class RolloutCorrection:
         if self.max_k3 is not None:
             check_positive(max_k3=self.max_k3)
         if self.centering != "none":
-            check_centering(self.centering, self.old, self.surrogate, self.weight, self.reject)
+            self._check_centering()
         if self.normalize == "batch" and self.old != "recompute":
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
                 "time, and a mean over less than the batch would depend on how the batch was cut"
             )
+
+    def _check_centering(self) -> None:
+        """Refuse what a token that was not drawn has no value of: the mean over all tokens needs it."""
+        weight, where = self.weight, f"when centering is {self.centering!r}"
+        if self.old != "current":
+            raise ValueError(
+                f"old must be 'current' {where}, got {self.old!r}: the weights of the drawn token and of the top ids "
+                "must be those of the policy that is trained"
+            )
+        if self.surrogate not in (None, "ppo", "reinforce"):
+            raise ValueError(f"surrogate must be null, 'ppo' or 'reinforce' {where}, got {self.surrogate!r}")
+        if weight is not None and weight.level != "token":
+            raise ValueError(f"weight.level must be 'token' {where}, got {weight.level!r}")
+        if weight and (weight.reads_lags or weight.staleness_upper is not None or weight.upper == "measured"):
+            raise ValueError(f"weight must depend on pi / mu alone {where}: no lags, staleness or measured upper")
+        for gate in self.reject:
+            of_token = gate.level == "token" and gate.when == "always" and gate.statistic in STATISTICS
+            if not of_token or gate.statistic == STANDARDIZED:
+                raise ValueError(f"reject must not hold {gate.name!r} {where}: a gate must judge a token's pi and mu")
 
     @property
     def acts(self) -> bool:

@@ -145,7 +145,7 @@ def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dic
     return {
         **{name: values.cpu().numpy() for name, values in per_sequence.items() if values is not None},
         **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
-        **{name: [_rows(getattr(s, name)) for s in samples] for name in _TOP},
+        **{name: [None if (v := getattr(s, name)) is None else [*v.numpy()] for s in samples] for name in _TOP},
         "prompt_length": [len(s.prompt_ids) for s in samples],
         "weight_versions": [
             [{"version": version, "start": start, "end": end} for version, start, end in s.weight_versions]
@@ -155,10 +155,6 @@ def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dic
         "routes": [None if ids is None else ids.numpy().astype(_ROUTE).tobytes() for ids in routed],
         "routes_shape": [None if ids is None else [*ids.shape] for ids in routed],
     }
-
-
-def _rows(values: Tensor | None) -> list[np.ndarray] | None:
-    return None if values is None else list(values.cpu().numpy())
 
 
 def _computed(batch: TokenBatch, samples: Sequence[Sample], computed: Mapping[str, Tensor]) -> dict[str, pa.Array]:

@@ -13,8 +13,9 @@ from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.backends import RowsBackend, computing
 from megatron_rc.logprobs.centering import Centering, TopTerms, check_top, softmax_and_terms, write_centered_gradient
 from megatron_rc.logprobs.checks import check_logits
-from megatron_rc.logprobs.gradient import WeightGradient, product_into
+from megatron_rc.logprobs.gradient import WeightGradient
 from megatron_rc.logprobs.inputs import ChunkedHead, HeadInputs, chunked_head, entered, scattered
+from megatron_rc.logprobs.linear import Gradients
 from megatron_rc.logprobs.logits import shard_rows, shard_widths
 from megatron_rc.logprobs.reference.rows import Merged, Rows
 
@@ -107,7 +108,7 @@ def linear_centered_logprobs(
     check_top(top, correction, targets.shape)
     chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
     if head.rows is not None:
-        top = TopIds(*(part.index_select(0, head.rows) for part in top))
+        top = top.select(head.rows)
     logprobs, entropy, *parts = _LinearCentered.apply(entered(hidden, head), weight, chunked, top, correction)
     entropy = None if entropy is None else scattered(entropy, head.rows, targets)
     parts = [scattered(part, head.rows, targets) for part in parts]
@@ -178,14 +179,13 @@ class _LinearCentered(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         head, (by_hidden, by_weight, *_) = ctx.head, ctx.needs_input_grad
         home = WeightGradient(ctx.weight, final=True) if by_weight else None
-        result = torch.empty_like(hidden) if by_hidden else None
+        gradients = Gradients(head, hidden, weight, by_hidden, home)
         for (span, rows, logits), (merged, terms) in zip(head.chunks(hidden, weight), ctx.parts, strict=True):
             by = tuple(None if one is None else one[span] for one in upstream[:3])
-            gradient = logits if head.logits_dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
-            write_centered_gradient(head.computed, gradient, logits, rows, merged, ctx.top.select(span), terms, by)
-            if result is not None:
-                product_into(result[span], gradient, weight.detach())
-            if home is not None:
-                home.add(gradient, hidden[span])
-        del rows, logits, gradient
-        return result, None if home is None else home.finish(), None, None, None
+            out = gradients.room(logits)
+            write_centered_gradient(head.computed, out, logits, rows, merged, ctx.top.select(span), terms, by)
+            gradients.take(span, out)
+        by_inputs = gradients.hidden
+        # or the gradient that `finish` may allocate would be in memory together with the chunk
+        del rows, logits, out, gradients
+        return by_inputs, None if home is None else home.finish(), None, None, None

@@ -21,7 +21,10 @@ from megatron_rc.batch import TopIds
 from megatron_rc.collectives import Group
 from megatron_rc.correction.inputs import check_shape, check_type
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.reference.token_weight import token_weight
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.reference.lags import bounded_weight
+from megatron_rc.correction.reference.log_ratio import LogRatio
+from megatron_rc.correction.reference.rejection_statistics import gate_statistic, outside
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.backends import RowsBackend
 from megatron_rc.logprobs.logits import gather_statistics, softmax_of_rows
@@ -167,16 +170,6 @@ def centering_metrics(centering: Centering, loss_mask: Tensor) -> MetricSums:
     return MetricSums.of_means({name: (total, count) for name, total in totals.items()})
 
 
-def _tail(rollout_mass: Tensor, train_mass: Tensor, correction: RolloutCorrection) -> tuple[Tensor, Tensor]:
-    """alpha and alpha f(1 / alpha) [N], from the mass of the top ids on both sides; both are 0 without a tail."""
-    rest = 1 - train_mass
-    has_tail = rest > _ROUNDING
-    ratio = ((1 - rollout_mass) / rest).clamp(1 / LARGEST_TAIL_RATIO, LARGEST_TAIL_RATIO)
-    ratio = torch.where(has_tail, ratio, 1)
-    weight = token_weight(-ratio.log(), torch.full_like(ratio, -torch.inf), correction)
-    return ratio * has_tail, ratio * weight * has_tail
-
-
 class _OfShard(NamedTuple):
     """What one shard knows of the top ids of every row."""
 
@@ -207,7 +200,7 @@ def _of_shard(
         q = torch.where(listed, log_q.exp(), 0)
         # an id that the trainer cannot draw has no score
         scored = log_p > -torch.inf
-        weighted = torch.where(scored & (q > 0), q * token_weight(log_p - log_q, log_p, correction), 0)
+        weighted = torch.where(scored & (q > 0), q * _token_weight(log_p - log_q, log_p, correction), 0)
         p, log_p_or_0 = log_p.exp(), torch.where(scored, log_p, 0)
         sums = (p, weighted, weighted * log_p_or_0, p * log_p_or_0, weighted.square(), weighted * p, p.square())
         parts.append((torch.stack([part.sum(1) for part in sums]), log_p, weighted, q.sum(1)))
@@ -225,7 +218,12 @@ def _below(maxima: Tensor, rows: Rows, merged: Merged) -> Tensor:
 def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorrection) -> tuple[Centering, TopTerms]:
     """From sums over all shards."""
     mass, total, by_weight, by_p, squares, products, p_squares = found.sums
-    ratio, tail = _tail(found.q, mass, correction)
+    rest = 1 - mass
+    has_tail = rest > _ROUNDING
+    alpha = ((1 - found.q) / rest).clamp(1 / LARGEST_TAIL_RATIO, LARGEST_TAIL_RATIO)
+    alpha = torch.where(has_tail, alpha, 1)
+    # alpha f(1 / alpha), of ids whose probabilities vanish
+    tail = alpha * _token_weight(-alpha.log(), torch.full_like(alpha, -torch.inf), correction) * has_tail
     counted = found.q.isfinite() & found.sums.isfinite().all(0) & (merged.logprobs.reshape(-1) != -torch.inf)
     if rows.mask is not None:
         counted &= rows.mask.reshape(-1) != 0
@@ -234,9 +232,31 @@ def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorre
     total = total - tail * mass
     slope = tail + total
     drift = (squares - 2 * slope * products + slope.square() * p_squares).clamp(min=0).sqrt()
-    answers = (by_weight - tail * by_p, found.q, mass, ratio, drift)
+    answers = (by_weight - tail * by_p, found.q, mass, alpha * has_tail, drift)
     centering = Centering(*(torch.where(counted, value, 0).view(rows.targets.shape) for value in answers))
     return centering, TopTerms(found.log_p, coefficients, torch.where(counted, total, 0))
+
+
+def _token_weight(log_ratio: Tensor, log_pi: Tensor, correction: RolloutCorrection) -> Tensor:
+    """w = f(pi, mu): the weight that `correct` gives to such a token, 0 where a bound or a gate drops it.
+
+    Args:
+        log_ratio: any shape, log pi - log mu, nats.
+        log_pi: the same shape, nats; -inf for the limit of a vanishing pi at this log-ratio.
+        correction: one with centering.
+    """
+    plan, dtype = Plan.of(correction), log_ratio.dtype
+    weight, kept = torch.ones_like(log_ratio), torch.ones_like(log_ratio, dtype=torch.bool)
+    if plan.weight is not None:
+        weight, lower, upper = bounded_weight(plan.weight, log_ratio, log_pi, correction.log_ratio_bound)
+        if plan.weight.drops:
+            kept = (log_ratio >= lower) & (log_ratio <= upper)
+    if plan.gates:
+        ratio = LogRatio(torch.stack([log_ratio, log_pi - log_ratio]), kept, ~kept, kept)
+        for planned in plan.gates:
+            value = gate_statistic(planned.gate.statistic, ratio)
+            kept = kept & ~outside(value, planned.lower, planned.upper, dtype)
+    return weight * kept
 
 
 def _spans(rows: Rows) -> Iterator[slice]:

@@ -219,7 +219,7 @@ def linear_policy_loss(
     return LinearPolicyLoss(loss, loss_metrics(options, totals, **has), logprobs, entropy)
 
 
-class _Gradients:
+class Gradients:
     """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
 
     def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
@@ -233,8 +233,16 @@ class _Gradients:
         self, span: slice, rows: Rows, logits: Tensor, merged: Merged, by_logprobs: Tensor | None, by_entropy: Any
     ) -> None:
         """Add what one chunk gives; its logits are overwritten."""
-        gradient = logits if self._narrow is None else self._narrow[: len(logits)]
+        gradient = self.room(logits)
         self._head.computed.write_gradient(gradient, logits, rows, merged, by_logprobs, by_entropy)
+        self.take(span, gradient)
+
+    def room(self, logits: Tensor) -> Tensor:
+        """Where the gradient of these logits of a chunk goes: over them, unless hidden states have fewer bits."""
+        return logits if self._narrow is None else self._narrow[: len(logits)]
+
+    def take(self, span: slice, gradient: Tensor) -> None:
+        """Add what the gradient of the logits of one chunk gives."""
         if self.hidden is not None:
             product_into(self.hidden[span], gradient, self._weight)
         if self.home is not None:
@@ -264,7 +272,7 @@ class _LinearLogProbs(torch.autograd.Function):
         merged, head = Merged(logprobs, entropy, maximum, log_sum), ctx.head
         by_hidden, by_weight, _ = ctx.needs_input_grad
         home = WeightGradient(ctx.weight, final=True) if by_weight else None
-        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        gradients = Gradients(head, hidden, weight, by_hidden, home)
         for span, rows, logits in head.chunks(hidden, weight):
             own = Merged(*(None if part is None else part[span] for part in merged))  # type: ignore[arg-type]
             upstream = (None if part is None else part[span] for part in (by_logprobs, by_entropy))
@@ -289,7 +297,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         by_hidden, by_weight, *_ = ctx.needs_input_grad
         home = WeightGradient(weight, final=upstream is not None) if by_weight else None
-        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        gradients = Gradients(head, hidden, weight, by_hidden, home)
         factor = torch.ones((), device=hidden.device) if upstream is None else upstream
         parts, totals = list[Merged](), list[Tensor]()
         for span, rows, logits in head.chunks(hidden, weight):

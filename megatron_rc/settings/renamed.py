@@ -24,23 +24,19 @@ class Renamed:
     constant: tuple[str, str] | None = None
     """Field that the section has in addition now, and its value."""
 
-    @property
-    def name(self) -> str:
-        """Last part of the old path."""
-        return self.old.rpartition(".")[2]
-
     def sentence(self, value: Any) -> str:
         path = ".".join([*self.old.split(".")[:-1], self.new])
         if self.values:
             return f"{self.old}: {value} is now {path}: {self.values[value]}"
         return f"{self.old} is now {path}" + (" with {}: {}".format(*self.constant) if self.constant else "")
 
-    def sections_in(self, data: Any) -> Iterator[dict[str, Any]]:
-        """The mapping that has the old name, or one of the old values under it; at most one."""
-        for part in self.old.split(".")[:-1]:
+    def found_in(self, data: Any) -> Iterator[tuple[dict[str, Any], str]]:
+        """The mapping that has the old name, or one of the old values under it, and that name; at most one."""
+        *sections, name = self.old.split(".")
+        for part in sections:
             data = data.get(part) if isinstance(data, dict) else None
-        if isinstance(data, dict) and self.name in data and (not self.values or data[self.name] in [*self.values]):
-            yield data
+        if isinstance(data, dict) and name in data and (not self.values or data[name] in [*self.values]):
+            yield data, name
 
 
 RENAMED = (
@@ -61,8 +57,8 @@ class CurrentNames:
     @classmethod
     def expand(cls, data: Any) -> Any:
         for row in RENAMED:
-            for section in row.sections_in(data):
-                raise ValueError(row.sentence(section[row.name]))
+            for section, name in row.found_in(data):
+                raise ValueError(row.sentence(section[name]))
         return data
 
 
@@ -70,8 +66,8 @@ def load_finished(path: Path) -> dict[str, Any]:
     """The settings.yaml that a job has written, under the names of today, whatever version wrote it."""
     data: dict[str, Any] = schema.load_yaml(path.read_text(encoding="utf-8"))
     for row in RENAMED:
-        for section in row.sections_in(data):
-            value = section.pop(row.name)
+        for section, name in row.found_in(data):
+            value = section.pop(name)
             if row.constant and isinstance(value, dict):
                 value = dict([row.constant], **value)
             if value is None:

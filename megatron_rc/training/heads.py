@@ -100,10 +100,6 @@ class Answer:
         """`Head.logprobs`, for any loss."""
         return self.head.logprobs(self.values, self.micro, with_entropy=with_entropy)
 
-    def centered(self, correction: RolloutCorrection, *, with_entropy: bool = False) -> CenteredLogprobs:
-        """`Head.centered`, for any loss."""
-        return self.head.centered(self.values, self.micro, correction, with_entropy=with_entropy)
-
     def policy_loss(self, terms: LossTerms) -> tuple[PolicyLoss, Tensor]:
         """`Head.policy_loss`, for a correction that does not depend on these log-probs."""
         return self.head.policy_loss(self.values, self.micro, terms, self.upstream)

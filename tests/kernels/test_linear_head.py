@@ -8,6 +8,8 @@ import torch
 from grouped import grouped
 from head_case import by_head, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support, unchecked
+from test_centered import test_a_row_that_does_not_count_has_no_term_and_no_gradient  # noqa: F401
+from test_centering import test_single_precision_agrees_with_the_truth  # noqa: F401
 
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_distribution

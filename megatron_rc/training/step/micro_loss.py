@@ -60,7 +60,8 @@ class MicroLoss:
         if self.correction.centering == "none":
             current, entropy = answer.logprobs(with_entropy=with_entropy)
         else:
-            current, entropy, centering = answer.centered(self.correction, with_entropy=with_entropy)
+            given = (answer.values, answer.micro, self.correction)
+            current, entropy, centering = answer.head.centered(*given, with_entropy=with_entropy)
             term, of_centering = centering.term, centering_metrics(centering, batch.loss_mask)
         corrected = correct(
             current.detach(),

@@ -149,7 +149,7 @@ def test_a_pause_by_the_server_leaves_spans_of_both_versions(server: SglangServe
     for sample in samples:
         if sample.discarded is None:
             assert_of(truth, sample)
-    # routes that were computed anew are not those that drew the tokens
+    # the server computed these routes again, after the tokens had been drawn
     lost = {"retracted_with_routes"} if mode == "retract" and kind == "moe" else {None}
     assert {sample.discarded for sample in (retracted if mode == "retract" else samples)} == lost
     assert retracted or mixed

@@ -152,7 +152,6 @@ def test_a_centred_run_trains_on_top_ids_that_the_server_confirms(tmp_path: Path
         steps = [m for m in finished_job(config, "--dump", *arguments) if m["step"] > 0]
         assert len(steps) == 20 and all(m["centering/drift_removed"] > 0 for m in steps)
         assert all(m["rollout/rejected"] == 0 for m in steps)
-        # only the last batch was drawn by weights that the server still has, but for the last update
         first = next(iter(read_dump(tmp_path / "out/dump")))
         assert all(len(ids) == 6 for row in first for ids in row["top_ids"])
         server.call("/update_weights_from_disk", {"model_path": str(tmp_path / "hf")})
