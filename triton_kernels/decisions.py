@@ -49,9 +49,11 @@ class Gate(NamedTuple):
     column: int
     """Index among the columns of its level; -1 for the sum or mean of l of a sequence."""
     advantages: str
-    """Which advantages must be negative: those of a "token" or of a "sequence"; "any": none needs to be."""
+    """Which advantages must have the sign: those of a "token" or of a "sequence"; "any": none needs to."""
     advantage_column: int
     """Index among the columns of its level of the sum of the advantages of tokens."""
+    sign: int
+    """1: only units with a positive advantage can be dropped; -1: only those with a negative one."""
 
 
 class Decisions(NamedTuple):

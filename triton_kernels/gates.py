@@ -8,7 +8,8 @@ from .rejection_statistics import standardized
 from .segments import values_of_segments
 
 # indices of the fields of a Gate, for kernels
-STATISTIC, _SOURCE, _REDUCE, LEVEL_OF_GATE, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
+STATISTIC, _SOURCE, _REDUCE, LEVEL_OF_GATE, _COLUMN = map(tl.constexpr, range(5))
+_ADVANTAGES, _ADVANTAGE_COLUMN, _SIGN = map(tl.constexpr, range(5, 8))
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def beyond_gate(
     rejected = ((value >= bounds[4 + 2 * INDEX]) & (value <= bounds[5 + 2 * INDEX])) == 0
     if field(GATES, INDEX, _ADVANTAGES) == "sequence":
         advantage = tl.load(advantages + sequence)
-        rejected = rejected & (lanes + advantage < 0)
+        rejected = rejected & (field(GATES, INDEX, _SIGN) * (lanes + advantage) > 0)
     elif field(GATES, INDEX, _ADVANTAGES) == "token":
         if field(GATES, INDEX, LEVEL_OF_GATE) == "token":
             advantage = tl.load(advantages + rows, mask=valid, other=0)
@@ -64,5 +65,5 @@ def beyond_gate(
         else:
             column = sums + field(GATES, INDEX, _ADVANTAGE_COLUMN) * stride
             advantage = merge_all(column, first, last, "sum", UNITS)
-        rejected = rejected & (lanes + advantage < 0)
+        rejected = rejected & (field(GATES, INDEX, _SIGN) * (lanes + advantage) > 0)
     return rejected

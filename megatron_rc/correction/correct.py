@@ -104,7 +104,7 @@ def correct(
             over the whole batch (as those of TokenBatch do), because ranks that hold parts of a turn tell it by its
             number alone. Without segment_ids, turns are the contiguous runs of loss_mask.
         num_segments: a number above every segment id; required with segment_ids.
-        advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
+        advantages: the shape of loss_mask, or one per sequence; for rejections whose `when` names a sign, which
             look at the sign of a unit's mean. [S, 1] always is one per sequence, and [S] unless S = N.
         extras: what some corrections read besides: statistics, positions, lags, sampling_logprobs, mean_k3,
             measured_upper. `Extras` describes each.

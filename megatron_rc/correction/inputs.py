@@ -201,10 +201,10 @@ def _check_segments(pair: Pair, segment_ids: Tensor | None, num_segments: int | 
 
 def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tuple[Tensor | None, Unit]:
     """The advantages that a gate or a measured bound reads, and the unit that has one of them."""
-    if not plan.measures_upper and all(gate.when == "always" for gate in plan.correction.reject):
+    if not plan.measures_upper and not any(gate.reads_advantages for gate in plan.correction.reject):
         return None, "token"
     if advantages is None:
-        raise ValueError("advantages must be given for upper='measured' and a rejection with when='negative_advantage'")
+        raise ValueError("advantages must be given for upper='measured' and a rejection whose `when` is not 'always'")
     check_type(Tensor, advantages=advantages)
     shape, sequences = pair.loss_mask.shape, pair.num_sequences
     if advantages.shape == shape:

@@ -123,8 +123,9 @@ def _gate(plan: Plan, planned: GatePlan, columns: Columns, advantages: str) -> G
         *_source(plan, planned),
         gate.level,
         columns.place(gate.level, _column(plan, planned)),
-        advantages if gate.when == "negative_advantage" else "any",
+        advantages if gate.reads_advantages else "any",
         columns.place(gate.level, _advantage_column(planned, advantages)),
+        1 if gate.when == "positive_advantage" else -1,
     )
 
 
@@ -172,7 +173,7 @@ def _column(plan: Plan, planned: GatePlan) -> Column | None:
 def _advantage_column(planned: GatePlan, advantages: str) -> Column | None:
     """The column with the sum of the advantages of tokens, where the gate looks at it."""
     gate = planned.gate
-    if gate.level == "token" or gate.when == "always" or advantages != "token":
+    if gate.level == "token" or not gate.reads_advantages or advantages != "token":
         return None
     return _ADVANTAGES
 

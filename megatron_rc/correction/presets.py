@@ -85,6 +85,18 @@ METHODS: dict[str, Method] = {
         "MiniMax-M1 (arXiv 2506.13585) on current / mu; no lower bound as there, at most 4 as in Tinker",
         {"clip_lower": 1.0, "clip_upper": 3.0},
     ),
+    "dppo": Method(
+        {
+            "reject": (
+                Rejection("prob_diff", "token", upper=0.28, when="positive_advantage"),
+                Rejection("prob_diff", "token", lower=-0.2, when="negative_advantage"),
+            ),
+            "old": "rollout",
+            "surrogate": "cispo",
+        },
+        "Divergence PPO (arXiv 2602.04879), binary total variation; 0.2 / 0.28 and ratios up to 10 as in TRL",
+        {"clip_lower": 1.0, "clip_upper": 9.0},
+    ),
     "centered": Method(
         {"old": "current", "centering": "top", "surrogate": "reinforce"},
         "score centering (arXiv 2609.20807) without a weight; needs rollout.top_logprobs",

@@ -7,7 +7,7 @@ from megatron_rc.correction.weight import Unit, check_bounds
 from megatron_rc.schema.limits import check_one_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
-When = Literal["always", "negative_advantage"]
+When = Literal["always", "negative_advantage", "positive_advantage"]
 
 
 class Statistic(NamedTuple):
@@ -52,7 +52,11 @@ class Rejection:
     upper: float | None = None
     """Largest value that is kept, inclusive."""
     when: When = "always"
-    """negative_advantage: only units with a negative mean advantage can be dropped."""
+    """negative_advantage or positive_advantage: only units whose mean advantage has this sign can be dropped."""
+
+    @property
+    def reads_advantages(self) -> bool:
+        return self.when != "always"
 
     def __post_init__(self) -> None:
         if not isinstance(self.statistic, str) or not self.statistic:

@@ -83,7 +83,8 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job | 
         def export(version: int) -> Iterable[tuple[str, Tensor]]:
             if probe:
                 probe.refresh()
-            noise = f"seed {settings.train.seed}" if rollout.amplify_fixed else version
+            seed = settings.train.seed if rollout.amplify_seed is None else rollout.amplify_seed
+            noise = f"seed {seed}" if rollout.amplify_fixed else version
             return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, noise=noise)
 
         engine = leaving.enter_context(closing(_engine(settings, policy, groups, probe)))

@@ -38,6 +38,7 @@ _INT4 = Grid(7.0, "int8")
 QUANTIZATIONS = {
     "int8": Quantization("weights, per output channel.", _INT8),
     "int8-tensor": Quantization("weights, per tensor.", _INT8._replace(rows=None)),
+    "int3": Quantization("weights in 3 bits, per output channel.", _INT8._replace(largest=3.0)),
     "int4-32": Quantization("weights in 4 bits, per 32 inputs of a channel.", _INT4._replace(columns=32)),
     "int4-128": Quantization("weights in 4 bits, per 128 inputs of a channel.", _INT4._replace(columns=128)),
     "fp8": Quantization("weights in e4m3, per output channel.", _FP8),

@@ -40,7 +40,9 @@ class RolloutSettings:
     amplify: float = 0.0
     """Standard deviation of noise added to exported weights, in units of each tensor's own standard deviation."""
     amplify_fixed: bool = False
-    """Add the same noise at every sync, one draw per train.seed; otherwise every sync draws its own."""
+    """Add the same noise at every sync; otherwise every sync draws its own."""
+    amplify_seed: int | None = None
+    """The draw of that noise; null takes train.seed."""
     hidden: HiddenSampling = field(default_factory=HiddenSampling)
     lag: int = 0
     """The engine serves weights that are this many steps old."""
@@ -63,6 +65,8 @@ class RolloutSettings:
             raise ValueError(f"quantize must not be {self.quantize!r}: {why}; servers have flags of their own")
         if self.amplify_fixed and (self.amplify == 0 or self.kind.replays):
             raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
+        if self.amplify_seed is not None and not self.amplify_fixed:
+            raise ValueError("amplify_seed must be null without amplify_fixed: every sync draws its own noise")
 
     @property
     def kind(self) -> EngineKind:

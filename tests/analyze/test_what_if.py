@@ -160,8 +160,12 @@ def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:
     chunk = dataclasses.replace(responses(), tokens={}, sequences={})
     segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
     table = table_of(evidence_of(chunk), **{n: p.correction for n, p in PRESETS.items()}, segments=segments)
-    assert table.not_run == {"off-policy-sequence-mask": ["advantage"], "segments": ["turn"]}
-    assert {found.name for found in table.rows} == set(PRESETS) - {"off-policy-sequence-mask"}
+    assert table.not_run == {
+        "dppo": ["advantage"],
+        "off-policy-sequence-mask": ["advantage"],
+        "segments": ["turn"],
+    }
+    assert {found.name for found in table.rows} == set(PRESETS) - {"dppo", "off-policy-sequence-mask"}
     for found in table.rows:
         assert (found.by_sign, found.by_correct, found.advantage_removed) == (None, None, None)
 

@@ -51,7 +51,7 @@ def test_weights_follow_their_definition(level: str, mode: str, normalize: Any, 
     check(case(lengths, seed=seed), RolloutCorrection(weight(level, mode), normalize=normalize))
 
 
-@pytest.mark.parametrize("when", ["always", "negative_advantage"])
+@pytest.mark.parametrize("when", ["always", "negative_advantage", "positive_advantage"])
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
 @pytest.mark.parametrize("statistic", STATISTICS)

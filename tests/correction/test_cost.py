@@ -40,6 +40,7 @@ def test_correcting_with_all_metrics_takes_at_most_105_operations(correction: Ro
         more += 3 * 8
     if correction.weight is not None and correction.weight.growth == "confidence":
         more += 1  # a bound per token
+    more += 9 * sum(gate.statistic == "prob_diff" for gate in correction.reject) // 2  # dppo has two gates
     assert sum(count.operations.values()) <= 105 + more
     assert not count.waits
 

@@ -161,7 +161,7 @@ GATES = st.builds(
     reduce=st.sampled_from(["sum", "mean", "max", "min"]),
     lower=BOUNDS[0],
     upper=BOUNDS[1],
-    when=st.sampled_from(["always", "negative_advantage"]),
+    when=st.sampled_from(["always", "negative_advantage", "positive_advantage"]),
 )
 WEIGHTS = st.one_of(
     st.none(),

@@ -74,7 +74,9 @@ def test_a_statistic_that_is_nan_in_any_chunk_drops_the_sequence_or_turn(place: 
     assert not assert_agrees(batch, RolloutCorrection(reject=(gate,))).mask.any()
 
 
-@pytest.mark.parametrize(("when", "given"), [("always", None), ("negative_advantage", 0.043)])
+@pytest.mark.parametrize(
+    ("when", "given"), [("always", None), ("negative_advantage", 0.043), ("positive_advantage", None)]
+)
 @pytest.mark.parametrize("level", ["sequence", "segment"])
 def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any, given: float | None) -> None:
     batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004)

@@ -190,8 +190,9 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
                 for bound in (gate.lower, gate.upper)
             )
             inside = (low is None or total >= low) and (high is None or total <= high)
-            negative = batch.advantages[sequence_of[unit[0]]] < 0
-            if not inside and (gate.when == "always" or negative):
+            advantage = batch.advantages[sequence_of[unit[0]]]
+            looks = {"always": True, "negative_advantage": advantage < 0, "positive_advantage": advantage > 0}
+            if not inside and looks[gate.when]:
                 outside |= set(unit)
         repeats = sum(earlier.name == gate.name for earlier in correction.reject[:index])
         dropped[f"rejected_{gate.name}" + (f"#{repeats + 1}" if repeats else "")] = outside

@@ -29,6 +29,7 @@ SEGMENTS = RolloutCorrection(
     (
         Rejection("k3", "segment", "max", upper=0.63),
         Rejection("surprise", "segment", "min", lower=-1.23, when="negative_advantage"),
+        Rejection("prob_diff", "token", upper=0.0611, when="positive_advantage"),
         Rejection("ratio", "segment", "sum", lower=0.303),
     ),
     "batch",
@@ -172,7 +173,7 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
             name,
             one_of(*LEVELS),
             one_of("sum", "mean", "max", "min"),
-            when=one_of("always", "negative_advantage"),
+            when=one_of("always", "negative_advantage", "positive_advantage"),
             **bounds(name),
         )
         for name in names

@@ -126,7 +126,7 @@ def _lacking(method: RolloutCorrection, chunk: Chunk) -> list[str]:
     """What ``method`` needs and ``chunk`` lacks: names of columns, and words for what no dump holds."""
     plan = Plan.of(method)
     needed = list(plan.statistics)
-    if any(gate.when == "negative_advantage" for gate in method.reject):
+    if any(gate.reads_advantages for gate in method.reject):
         needed.append("advantage")
     if "segment" in plan.units:
         needed.append("turn")

@@ -166,7 +166,7 @@ class _Batch:
                 else:
                     # minima are pooled as maxima of the negated values
                     self.maxima[planned.name] = column if reduce == "max" else -column
-            if gate.when == "negative_advantage" and gate.level not in self.advantages:
+            if gate.reads_advantages and gate.level not in self.advantages:
                 self._add_advantages(gate.level)
 
     def _add_advantages(self, unit: str) -> None:
@@ -248,10 +248,11 @@ def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
     else:
         value = batch.log_value(gate.level, gate.reduce)
     beyond = outside(value, planned.lower, planned.upper, batch.ratio.value.dtype)
-    if gate.when == "always":
+    if not gate.reads_advantages:
         return beyond
     of_units = batch.advantages.get(gate.level)
-    return beyond & ((batch.sums[f"advantage {gate.level}"] if of_units is None else of_units) < 0)
+    advantages = batch.sums[f"advantage {gate.level}"] if of_units is None else of_units
+    return beyond & (advantages > 0 if gate.when == "positive_advantage" else advantages < 0)
 
 
 def _mean_k3(batch: _Batch, dp_group: Group) -> Tensor | None:

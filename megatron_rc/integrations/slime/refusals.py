@@ -142,7 +142,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
         _double_ratio("tis-double-ratio"),
         *_ONE_MICRO_BATCH,
         FlagRule("tis-advantages", lambda args: _sees_one_micro_batch(args) and lacks_advantages(args),
-            "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages of "
+            "megatron_rc.correction must not reject by the sign of an advantage in tis, which sees no advantages of "
             "this host",
             f"Use {_BY_LOSS}, or {flag('rollout_data')}.")),
     "loss": (

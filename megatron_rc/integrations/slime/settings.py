@@ -91,5 +91,5 @@ def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:
 
 
 def judges_advantages(correction: RolloutCorrection) -> bool:
-    """Whether a rejection acts on negative advantages alone."""
-    return any(rejection.when == "negative_advantage" for rejection in correction.reject)
+    """Whether a rejection looks at the sign of an advantage."""
+    return any(rejection.reads_advantages for rejection in correction.reject)

@@ -149,7 +149,7 @@ def refuse_settings(settings: VerlSettings) -> None:
     if two_policies:
         check_surrogate(settings.surrogate, correction)
         correction.check_one_micro_batch("loss_mode=megatron_rc")
-    judges_advantages = any(gate.when == "negative_advantage" for gate in correction.reject)
+    judges_advantages = any(gate.reads_advantages for gate in correction.reject)
     for wrong, sentence in (
         (correction.old == "current",
          "old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update"),

@@ -46,7 +46,7 @@ def tis(
         total_lengths, response_lengths: tokens of each sample.
         max_seq_lens, parallel_state: passed by miles only.
         current_log_probs, advantages: one [tokens on this rank] per sample, or [N], fp32; passed by versions of the
-            hosts that have them here. old 'rollout' judges current / mu, and when 'negative_advantage' the advantages.
+            hosts that have them here. old 'rollout' judges current / mu, and a gate with a sign the advantages.
         more: what other versions of the hosts pass, ignored.
 
     Returns:
