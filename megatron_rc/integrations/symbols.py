@@ -99,6 +99,8 @@ class Host:
     """Whether the host takes YAML and key=value overrides instead of flags; its rules read dotted paths."""
     config_flag: str | None = None
     """Flag of a YAML file whose keys the host adds to its arguments."""
+    without_rl: str = ""
+    """Regular expression of its programs without a policy gradient, such as SFT, or of a flag that makes it one."""
 
     @property
     def replaceable(self) -> list[Symbol]:

@@ -233,6 +233,24 @@ def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str])
     assert {name for name, f in found.items() if f.status != "good"} == trapped
 
 
+@pytest.mark.parametrize(
+    ("host", "flags"),
+    [
+        ("verl", "python3 -m verl.trainer.main_generation actor_rollout_ref.rollout.top_p=0.9"),
+        ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer actor_rollout_ref.rollout.top_p=0.9"),
+        ("slime", "train_async.py --loss-type sft_loss --num-experts 128 --rollout-top-p 0.9"),
+        ("miles", "train_async.py --loss-type=sft_loss --num-experts 128"),
+        ("nemo-rl", "uv run examples/run_dpo.py policy.generation.temperature=0"),
+    ],
+)
+def test_a_program_without_a_policy_gradient_has_no_trap(host: str, flags: str) -> None:
+    assert {finding.status for finding in traps(host, flags).values()} == {"good"}
+    for other, rl in (("main_generation", "main_ppo"), ("fsdp_sft_trainer", "main_ppo"), ("sft_loss", "policy_loss"),
+                      ("run_dpo", "run_grpo")):  # fmt: skip
+        flags = flags.replace(other, rl)
+    assert {finding.status for finding in traps(host, flags).values()} > {"good"}
+
+
 def test_a_dump_needs_no_flag_for_its_entropy_where_check_runs(tmp_path: Path) -> None:
     found = traps("slime", with_key(tmp_path, f"--dump-details details {flag('check')}", {}))
     assert found["entropy-of-the-dump"].status == "good"

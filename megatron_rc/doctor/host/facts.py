@@ -1,12 +1,16 @@
 """Facts about a host codebase and the Python that would run it, read without importing any of it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from platform import python_version
 
-from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.host.flags import Arguments, Flags
+from megatron_rc.doctor.host.overrides import Overrides
 from megatron_rc.doctor.registry import Undecided
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS
 from megatron_rc.integrations.hosts import HOSTS, host_named
 from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
 from megatron_rc.versions import find_module, installed_version, megatron_core_version
@@ -48,6 +52,21 @@ class HostFacts:
         if self.given_flags is None:
             raise Undecided("the host's flags are not known", GIVE_FLAGS)
         return self.given_flags
+
+    @cached_property
+    def args(self) -> Arguments | Overrides:
+        """The host's settings by name; a chain of YAML files is read once."""
+        host = self.host
+        if host.reads_overrides:
+            return Overrides(self.flags, host.flag_defaults, host.own_configs)
+        return Arguments(self.flags, {**MEGATRON_DEFAULTS, **host.flag_defaults}, host.config_flag)
+
+    @property
+    def without_rl(self) -> str:
+        """What in the command says that its program has no policy gradient; empty for all others."""
+        named = self.host.without_rl
+        found = re.search(named or "(?!)", " ".join(self.flags.words) if named.startswith("--") else self.args.program)
+        return found[0] if found else ""
 
     def require_importable(self) -> None:
         if not self.is_importable:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_rc.doctor.host.facts import HostFacts
-from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Arguments
-from megatron_rc.doctor.host.overrides import Overrides
+from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, good, note
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
+from megatron_rc.integrations.flag_rules import MEGATRON_RULES, FlagRule
 from megatron_rc.integrations.symbols import Host
 
 
@@ -32,16 +31,13 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
 
 
 def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
-    args: Arguments | Overrides
-    if facts.host.reads_overrides:
-        args = Overrides(facts.flags, facts.host.flag_defaults, facts.host.own_configs)
-    else:
-        args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
+    if facts.without_rl:
+        return good(f"`{facts.without_rl}` has no policy gradient that a gap could spoil")
     other = "unpatched runs" if facts.flags.names_beginning("rc-") else "patched runs"
     missing: Undecided | None = None
     for rule in rules:
         try:
-            if rule.made_by != other and (mistake := rule.mistake(args)):
+            if rule.made_by != other and (mistake := rule.mistake(facts.args)):
                 return Finding(rule.name, rule.severity, mistake, rule.fix)
         except Undecided as fact:
             missing = missing or fact

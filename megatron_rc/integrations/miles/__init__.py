@@ -34,4 +34,5 @@ HOST = replace(
     tested="commit 31f1ca961a94",
     where="Put a clone of radixark/miles on PYTHONPATH.",
     flag_rules=MILES_RULES,
+    without_rl="--loss-type[ =]sft_loss",
 )

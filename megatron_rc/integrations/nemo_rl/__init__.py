@@ -69,6 +69,7 @@ HOST = Host(
     pythons=PYTHON_OF_NEMO_RL,
     in_parts=True,
     flag_rules=RULES,
+    without_rl=r"\brun_(sft|dpo|rm|distillation\w*|eval)\.py",
     flag_defaults=DEFAULTS,
     reads_overrides=True,
     where="Put a clone of NVIDIA-NeMo/RL on PYTHONPATH, or run in its container.",

@@ -72,6 +72,7 @@ HOST = Host(
     differences=_DIFFERENCES,
     where="Put a clone of THUDM/slime on PYTHONPATH.",
     flag_rules=SLIME_RULES,
+    without_rl="--loss-type[ =]sft_loss",
     flag_defaults=DEFAULTS,
     config_flag="custom-config-path",
 )

@@ -115,6 +115,7 @@ HOST = Host(
     flag_rules=RULES,
     flag_defaults=DEFAULTS,
     reads_overrides=True,
+    without_rl=r"\bmain_(generation|eval)\w*|\w*sft_trainer\w*",
     own_configs=tuple(
         f"{program}{strategy}trainer"
         for program in ("ppo_", "fully_async_ppo_", "one_step_off_ppo_")
