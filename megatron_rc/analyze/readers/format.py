@@ -75,6 +75,10 @@ def content_of(file: Path) -> Content:
         return _torch(file)
     if head[:1] in (b"{", b" ", b"\n", b"\t") or any(head.startswith(magic) for magic in CODECS):
         return _json(file)
+    if head[:1] == b"[":
+        return Content("unknown", problem=f"{file} is one JSON array: write one object per line, as `jq -c '.[]'` does")
+    if file.suffix == ".csv":
+        return Content("unknown", problem=f"{file} is a CSV, and log-probs are lists: write JSON lines or Parquet")
     return Content("unknown")
 
 

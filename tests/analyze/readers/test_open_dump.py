@@ -102,6 +102,17 @@ def test_a_dump_with_other_names_says_which_are_there_and_which_are_needed(name:
         open_dump(tmp_path / "own.jsonl", "jsonl")
 
 
+def test_a_json_array_and_a_csv_say_what_to_write_instead(tmp_path: Path):
+    (tmp_path / "own.json").write_text(json.dumps([{"reward": 1.0}]))
+    (tmp_path / "own.csv").write_text("reward,old_logprobs\n1,-0.5\n")
+    for name, sentence in (
+        ("own.json", "is one JSON array: write one object per line"),
+        ("own.csv", "is a CSV, and log-probs are lists"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            open_dump(tmp_path / name)
+
+
 def line(**values: Any) -> bytes:
     return (json.dumps({**RECORDS[0], **values}) + "\n").encode()
 
