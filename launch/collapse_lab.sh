@@ -3,24 +3,25 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-stages=(mechanism presets rates controls schedules precision routes turns long)
+stages=(mechanism clip recovery presets rates controls schedules centering precision papers routes turns long)
 
 usage() {
     cat <<TEXT
-usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--left] [--budget-minutes N] [--out DIR]
+usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--plan] [--left] [--budget-minutes N] [--out DIR]
                                    [--docs] [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
 
 Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
-time on one core each. All stages take hours; the first lines of each YAML say what it asks and how long it takes. Stopped
+time on one core each. All stages take hours, which --plan prints; the first lines of each YAML say what it asks. Stopped
 or crashed, the same command goes on where it was. Each DIR/STAGE has table.md and endpoints.csv; no file of the repository
 that is committed changes, unless --docs asks for it.
   --docs              then write the verdict: put the rows of all finished runs of these stages in DIR into
-                      benchmarks/collapse/results, where they replace the rows of the same runs, and write docs/collapse.md.
+                      benchmarks/collapse/runs.csv, where they replace the rows of the same runs, and write docs/collapse.md.
                       Refused with --quick, --task and --set, whose runs are not those of the plan
   --quick             three runs of one seed: exact sampler; rollouts 16 updates old; those with seq-tis
   --stage LIST        some stages, such as mechanism,presets (default: all):
                       ${stages[*]}
   --seeds LIST        such as 1,2,3 (default: those of each YAML)
+  --plan              print the runs that have no committed row yet, their hours and what they can decide, and run nothing
   --left              only the runs of the plan that have no committed row yet
   --budget-minutes N  start no run that would end later, and say what is left
   --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
@@ -83,7 +84,7 @@ choose_recipes() {
     done
 }
 
-# Reads the rows of the stages that have any into benchmarks/collapse/results, and writes docs/collapse.md.
+# Reads the rows of the stages that have any into benchmarks/collapse/runs.csv, and writes docs/collapse.md.
 write_verdict() {
     local name folders=()
     for name in "${chosen[@]}"; do
@@ -93,8 +94,8 @@ write_verdict() {
     "$VENV/bin/python" "$ROOT/benchmarks/collapse/verdict.py" --read "${folders[@]}" --docs
 }
 
-quick='' docs='' left='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
-take_options "--quick, --docs, --left, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
+quick='' docs='' plan='' left='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
+take_options "--quick, --docs, --plan, --left, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
 [[ ! "$docs" || ! "$quick$task$set" ]] || die "--docs writes the verdict of the plan: leave out --quick, --task and --set"
 [[ ! "$left" || ! "$quick$task$set$seeds" ]] || die "--left runs what the plan lacks: leave out --quick, --task, --set and --seeds"
 reward="${reward:-megatron_rc.tasks.math_answer:math_answer}"
@@ -108,11 +109,14 @@ options+=(${seeds:+--seeds "$seeds"} ${budget_minutes:+--budget-minutes "$budget
 if [[ "$task" ]]; then
     say "responses have at most $(longest_response) tokens (rollout.max_new_tokens); --set rollout.max_new_tokens=N changes that"
 fi
-if [[ "$docs$left" ]]; then
+if [[ "$docs$left$plan" ]]; then
     # the statistics of the verdict need what the tests need
     prepare test dev
 else
     prepare collapse train,report
+fi
+if [[ "$plan" ]]; then
+    exec "$VENV/bin/python" "$ROOT/benchmarks/collapse/verdict.py" --plan
 fi
 choose_recipes
 ((${#recipes[@]})) || { say "every run of ${chosen[*]} has a committed row" && exit 0; }

@@ -1,79 +1,138 @@
-"""The figures of docs/collapse.md, each with the arms that it shows."""
+"""The figures of docs/collapse.md and docs/methods.md; each PNG carries the hash of the rows that it was drawn from."""
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
-from collapse.claims import FIXED, HIGH, LAG, LOW, NEW, NONE, TOP_P
-from collapse.figure_data import FigureSettings
+import numpy as np
+import pandas as pd
 
-Arms = dict[str, dict[str, Any]]
-LAG_16, OLD = LAG | {"strength": "16"}, "16 updates old, "
-TURN_TIS = "{weight: {level: segment, mode: truncate, upper: 2.0}}"
-NAMES = {
-    "none": "no correction",
-    "none, old: rollout": "no correction, old: rollout",
-    "none with R3": "no correction, routes replayed (R3)",
-    TURN_TIS: "turn-tis",
+from collapse.compare import rows_of
+from collapse.page import GAPS, counted
+from collapse.rows import FILE
+from megatron_rc.drawing.colours import LIGHT, METHODS, OTHER
+from megatron_rc.report.picture import SOFT, style_axes
+from megatron_rc.report.picture import TEXT as INK
+
+COLUMNS = {"no correction": "none", "old: rollout": "two-policies", "token-tis": "token-tis", "seq-tis": "seq-tis"}
+COLOURS = {
+    "two-policies": LIGHT[METHODS["none, old: rollout"]],
+    **{name: LIGHT[METHODS[name]] for name in ("none", "token-tis", "seq-tis")},
+    "no-clip": LIGHT[OTHER],
+    "both-signs": LIGHT["olive"],
+    "dppo": LIGHT["red"],
 }
-"""Methods that figures call otherwise than the rows do."""
-CONTROLS = {"shuffled-weights": "weights shuffled", "mean-weight": "mean weight", "random-mask": "random mask"}
+"""Colour of each method, the same in every figure of the project."""
+LABELS = {"two-policies": "old: rollout", "none": "recomputed", "no-clip": "old: rollout, clip off",
+          "both-signs": "recomputed, tokens outside masked"}  # fmt: skip
+KINDS = {
+    "same noise at every sync": (("fixed-0.05", "fixed-0.1", "fixed-0.2"), "o"),
+    "3 or 4 bits": (("int3", "int4"), "s"),
+    "noise drawn anew": (("new-0.2",), "^"),
+    "16 updates old": (("lag-16",), "D"),
+}
+"""Gaps by how persistent they are, and the marker of each kind."""
+MEASURED = {
+    "dense, bf16 (tunix #2061)": (6e-4, 6e-4),
+    "SmolLM2, bf16 (real.md)": (5.3e-3, 5.3e-3),
+    "VLA, lr 0 (RLinf #1534)": (0.046, 0.046),
+    "dropout left on (reef #536)": (0.15, 0.54),
+}
+"""Shares of tokens outside the clip that others measured."""
+NEAREST = 1e-4
+"""Smallest share outside the clip that is drawn."""
 
 
-def methods(gap: dict[str, Any], *names: str, label: str = "") -> Arms:
-    """Maps the label of each method to its runs at a gap."""
-    return {f"{label}{NAMES.get(name, name)}": gap | {"method": name} for name in names}
+def draw(frame: pd.DataFrame, images: Path) -> None:
+    """Write the figures."""
+    for name, figure in (("arms", arms(frame)), ("cliff", cliff(frame))):
+        mark = {"Description": rows_hash(), "Software": None}
+        figure.savefig(images / f"collapse_{name}.png", dpi=110, metadata=mark)
+    dead_zone().savefig(images / "dead_zone.svg", metadata={"Date": None, "Creator": None})
 
 
-def controls(gap: dict[str, Any], method: str, *names: str) -> Arms:
-    return {f"{method}, {CONTROLS[name]}": gap | {"method": method, "control": name} for name in names}
+def rows_hash() -> str:
+    return hashlib.sha256(FILE.read_bytes()).hexdigest()
 
 
-def exact(*names: str) -> Arms:
-    """The exact sampler with each of these methods."""
-    return {f"exact sampler, {name.removeprefix('none, ')}": {"mechanism": "exact", "method": name} for name in names}
+def _figure(title: str, size: tuple[float, float]) -> Any:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "megatron_rc"}):
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
+    return figure
 
 
-def shuffled(method: str) -> Arms:
-    """The controls of a method at the large lag: its weights shuffled, and their mean on every token."""
-    return controls(LAG_16, method, "shuffled-weights", "mean-weight")
+def arms(frame: pd.DataFrame) -> Any:
+    """Held-out accuracy by step: two gaps by four treatments, every run, their mean, and the exact sampler's."""
+    figure = _figure("Held-out accuracy of every run", (11, 5))
+    panels = figure.subplots(2, len(COLUMNS), sharex=True, sharey=True)
+    exact = _mean(rows_of(frame, "exact-none"))
+    for line, (words, gap) in zip(panels, GAPS.items(), strict=True):
+        for axes, (title, method) in zip(line, COLUMNS.items(), strict=True):
+            style_axes(axes)
+            rows = rows_of(frame, f"{gap}-{method}")
+            for values in rows.accuracy[rows.accuracy.map(len) == exact.size]:
+                axes.plot(10 * np.arange(exact.size), values, color=COLOURS[method], lw=0.7, alpha=0.45)
+            axes.plot(10 * np.arange(exact.size), _mean(rows), color=COLOURS[method], lw=2.2)
+            axes.plot(10 * np.arange(exact.size), exact, color=SOFT, lw=1.2, ls="--")
+            axes.set_title(f"{title}: {counted(rows, 'failed')} failed", fontsize=9.5, color=INK, loc="left")
+            axes.set_ylim(0, 1)
+        line[0].set_ylabel(words, color=INK, fontsize=9.5)
+    figure.supxlabel("step; dashed: mean of the exact sampler", fontsize=9, color=SOFT)
+    return figure
 
 
-def masks(*names: str) -> Arms:
-    """Each method at the large lag, followed by a random mask of its own rate of rejection."""
-    pairs = (methods(LAG_16, name, label=OLD) | controls(LAG_16, name, "random-mask") for name in names)
-    return {label: arm for pair in pairs for label, arm in pair.items()}
+def _mean(rows: pd.DataFrame) -> np.ndarray:
+    whole = rows.accuracy[(rows.accuracy.map(len) > 0) & (rows.steps == 120)]
+    return np.mean([list(values) for values in whole], axis=0)
 
 
-EXACT = {"exact sampler": {"mechanism": "exact"} | NONE}
-STANDARD = ("none", "none, old: rollout", "token-tis", "seq-tis", "standardized")
+def cliff(frame: pd.DataFrame) -> Any:
+    """Share of tokens outside the clip in uncorrected runs against the final accuracy, one point per run."""
+    figure = _figure("PPO's clip on pi / mu under a gap that is the same at every sync", (10, 5.2))
+    axes = figure.subplots()
+    style_axes(axes)
+    axes.set_xscale("log")
+    for words, (low, high) in MEASURED.items():
+        axes.axvspan(low / 1.06, high * 1.06, color=LIGHT["edge"], alpha=0.5, lw=0)
+        axes.text(np.sqrt(low * high), 1.13, words, fontsize=7, color=SOFT, ha="center")
+    drawn: dict[str, Any] = {}
+    for kind, (gaps, marker) in KINDS.items():
+        for gap in gaps:
+            outside = rows_of(frame, f"{gap}-none").dropna(subset=["outside"]).groupby("seed").outside.mean()
+            for method, colour in COLOURS.items():
+                rows = rows_of(frame, f"{gap}-{method}")
+                rows = rows[rows.seed.isin(outside.index)]
+                place = outside.reindex(rows.seed).clip(lower=NEAREST)
+                axes.scatter(place, rows.relative, s=26, marker=marker, color=colour, alpha=0.8, lw=0)
+                if len(rows):
+                    drawn[LABELS.get(method, method)] = colour
+        axes.scatter([], [], marker=marker, color=SOFT, s=26, label=kind)
+    for words, colour in drawn.items():
+        axes.scatter([], [], marker="o", color=colour, s=26, label=words)
+    axes.axhline(1, color=SOFT, lw=0.8, ls="--")
+    axes.set_ylim(0, 1.18)
+    axes.set_xlabel(
+        "tokens with pi / mu outside [0.8, 1.28], first quarter of an uncorrected run", fontsize=9, color=INK
+    )
+    axes.set_ylabel("final accuracy, relative to the exact sampler's", fontsize=9, color=INK)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
-FIGURES = (
-    FigureSettings("arms", "curves",
-        "Held-out accuracy: the exact sampler, and rollouts 16 updates old (off-policy lag)",
-        arms=EXACT | methods(LAG_16, *STANDARD[:2], "none with R3", "token-tis", TURN_TIS, "seq-tis", "standardized")
-        | exact("seq-tis") | shuffled("seq-tis")),
-    FigureSettings("noise", "curves", "Held-out accuracy: an exact sampler, and one with fixed noise",
-        arms=EXACT | methods(FIXED | {"strength": "0.2"}, *STANDARD[:4]) | exact("none, old: rollout")),
-    FigureSettings("strength", "strength", "Uncorrected runs that failed, by mechanism and measured k3",
-        arms=EXACT | {gap["mechanism"]: gap | NONE for gap in (LAG, FIXED, NEW, TOP_P, LOW, HIGH)}),
-    FigureSettings("strength-corrected", "strength", "Runs with lag that failed, by correction and measured k3",
-        arms=EXACT | exact("seq-tis") | controls(LAG, "seq-tis", "shuffled-weights") | methods(LAG, *STANDARD)),
-    *(
-        FigureSettings(f"{name}-corrected", "strength",
-            f"Runs with {name} noise that failed, by correction and measured k3",
-            arms=EXACT | exact("seq-tis", "none, old: rollout") | methods(gap, *STANDARD))
-        for name, gap in (("fixed", FIXED), ("new", NEW))
-    ),
-    FigureSettings("survival", "survival", "Time to collapse with rollouts 16 updates old",
-        arms=methods(LAG_16, "none") | {"no correction, lr 1e-4": LAG_16 | NONE | {"lr": 1e-4}}
-        | {f"no correction, decay period {n}": LAG_16 | NONE | {"lr_rule": f"decay period {n}"} for n in (30, 60)}
-        | methods(LAG_16, "token-tis", "seq-tis") | EXACT | exact("seq-tis") | shuffled("seq-tis")),
-    FigureSettings("diagram", "diagram", "Runs that failed, by T / T* and learning rate", columns=4,
-        arms=EXACT | methods({}, "none", "token-tis", "seq-tis")),
-    FigureSettings("controls", "controls", "Final accuracy of corrections and of their controls",
-        arms=EXACT | exact("token-tis", "seq-tis", "seq-mis", "geo-mask")
-        | methods(LAG_16, "none", "token-tis", label=OLD) | shuffled("token-tis")
-        | methods(LAG_16, "seq-tis", label=OLD) | shuffled("seq-tis")
-        | masks("token-mis", "seq-mis", "geo-mask")),
-    FigureSettings("order", "order", "Which signal moves first in uncorrected runs that fell",
-        arms=methods({}, "none")),
-)  # fmt: skip
+
+def dead_zone(lower: float = 0.2, upper: float = 0.28) -> Any:
+    """Half of f, and the force -f' / 2 on a token's ratio."""
+    figure = _figure("PPO's clip on pi / mu: a distance with a dead zone", (7, 2.8))
+    ratio = np.linspace(0, 2.2, 400)
+    left, right = figure.subplots(1, 2, sharex=True)
+    below, above = ratio < 1 - lower, ratio > 1 + upper
+    left.plot(ratio, 0.5 * (below * (1 - lower - ratio) + above * (ratio - 1 - upper)), color=COLOURS["two-policies"])
+    right.plot(ratio, 0.5 * (1.0 * below - above), color=COLOURS["two-policies"])
+    for axes, title in ((left, "f / 2, by pi / mu"), (right, "pull on pi / mu")):
+        style_axes(axes)
+        axes.axvspan(1 - lower, 1 + upper, color=LIGHT["grid"], lw=0)
+        axes.set_title(title, fontsize=9.5, color=INK, loc="left")
+    return figure

@@ -1,236 +1,273 @@
-"""docs/collapse.md and its figures, from the committed results and the claims."""
+"""docs/collapse.md and docs/collapse_evidence.md, from the committed rows, the questions and the words of page.md."""
 
+import functools
 import math
-import re
-import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from collapse import checks, rules
-from collapse.claims import CLAIMS
-from collapse.drawings import draw
-from collapse.figure_data import FigureSettings, Picture, pictures
-from collapse.figures import FIGURES
-from collapse.methods import REFERENCE, ranking, rates
-from collapse.rows import UNSEEN, Row
-from collapse.rules import Answer, Claim, answers, counted, span, verdict
-from collapse.runs import PLAIN, TUNING, Results, by_arm
+import pandas as pd
+
+from collapse.compare import Difference, answers, difference, fall_p, rows_of, without_choosing
+from collapse.rows import TUNING, UNSEEN, full_name
+from megatron_rc import schema
 from megatron_rc.jobs.describe import table
-from megatron_rc.report.endpoints import Endpoints
 
-TEMPLATE, _NOTES = (Path(__file__).with_name(name) for name in ("page.md", "notes.md"))
-NOTES = dict(re.findall(r"^## (\S+)\n\n(.*?)\n*(?=^## |\Z)", _NOTES.read_text(), re.MULTILINE | re.DOTALL))
-"""Maps the letter of a claim, or the name of a figure, to what the page says below it."""
-IMAGES = "images/collapse"
-"""Folder of the figures, seen from docs/."""
-GAP_HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3",
-                "gradient norm", "fell", "collapsed", "failed")  # fmt: skip
-MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")
-EVENTS = ("fell", "collapsed", "failed")
-
-
-def write(results: Results, docs: Path) -> None:
-    """Write docs/collapse.md, and draw the figures that it shows; figures that it no longer shows are deleted."""
-    drawn = [(figure, pictures(figure, results)) for figure in FIGURES]
-    folder = docs / IMAGES
-    for figure, each in drawn:
-        for picture in each:
-            draw(figure, picture.data, folder / f"{picture.name}.png")
-    names = {picture.name for _, each in drawn for picture in each}
-    for file in folder.glob("*.png"):
-        if file.stem not in names:
-            file.unlink()
-    (docs / "collapse.md").write_text(text(results))
+HERE = Path(__file__).parent
+GAPS = {"16 updates old": "lag-16", "off by fixed noise of 0.2": "fixed-0.2"}
+TREATMENTS = {
+    "no correction": "none",
+    "no correction, `old: rollout` (PPO's clip on π/μ)": "two-policies",
+    "`token-tis`": "token-tis",
+    "`seq-tis`": "seq-tis",
+}
+REFERENCE = "seq-tis"
+"""Method that all others are compared with in the ranking."""
 
 
-def text(results: Results) -> str:
-    """The page: the blocks of page.md with their fields filled in. A field that stands alone is a block of its own."""
-    fields = _fields(results)
-    return "\n\n".join(_block(block, fields) for block in TEMPLATE.read_text().strip().split("\n\n")) + "\n"
+class Question(NamedTuple):
+    question: str
+    task: str
+    of: str
+    added: str
+    pairs: list[tuple[str, str]]
 
 
-def _block(block: str, fields: Mapping[str, Any]) -> str:
-    if alone := re.fullmatch(r"{(\w+)}", block):
-        return str(fields[alone[1]]).strip("\n")
-    items = [part.format(**fields) for part in re.split(r"\n(?=\* )", block)]
-    return "\n".join(_filled(item, "  " if item.startswith("* ") else "") for item in items)
+@functools.cache
+def questions() -> tuple[Question, ...]:
+    """Those of questions.yaml."""
+    defaults = {"task": "arithmetic", "of": "final", "added": ""}
+    return tuple(Question(**(defaults | each)) for each in schema.load_yaml(HERE / "questions.yaml")["questions"])
 
 
-def _fields(results: Results) -> dict[str, Any]:
-    given = [(claim, answers(claim, results)) for claim in CLAIMS]
-    figures = ["\n".join(_figure(f, picture, results)) for f in FIGURES for picture in pictures(f, results)]
-    ranking_gap, ranked = ranking(results)
-    enough = sum(answer.enough for _, each in given for answer in each)
-    return {
-        "count": len(results.rows),
-        "summary": _summary(given),
-        "first_figure": "".join(figures[:1]),
-        "claims": "\n".join(part for claim, each in given for part in _claim(claim, each)),
-        "ranking_gap": ranking_gap,
-        "reference": REFERENCE,
-        "ranking": ranked,
-        "tuning": TUNING,
-        "rates": rates(results),
-        "not_reproduced": _not_reproduced(given),
-        "figures": "\n".join(figures[1:]),
-        **_run_fields(results),
-        "unseen": UNSEEN,
-        **{"supports": rules.SUPPORTS, "contradicts": rules.CONTRADICTS, "cannot_tell": rules.CANNOT_TELL},
-        **{"in_part": rules.IN_PART.strip(), "by_case": rules.BY_CASE, "p_limit": rules.P_LIMIT},
-        "points": {name: 100 * least for name, least in rules.MATTERS.items()},
-        "factor": 10 ** rules.MATTERS["k3_early"],
-        **{"enough": enough, "by_chance": enough / 20},
-        "failing_exact_runs": "; ".join(checks.failing_exact_runs(results)) or "none",
-        "falls_with_strength": "; ".join(checks.falls_with_strength(results)) or "none",
-    }
+def write(frame: pd.DataFrame, docs: Path) -> None:
+    (docs / "collapse.md").write_text((HERE / "page.md").read_text().format_map(fields(frame)))
+    (docs / "collapse_evidence.md").write_text("\n\n".join(evidence(frame)) + "\n")
 
 
-def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
-    rows = [
-        [f"[{claim.letter}](#{_anchor(claim)})", claim.claim, f"**{verdict(claim, each)}**", _decisive(each)]
-        for claim, each in given
-    ]
-    return table(("", "claim", "answer", "the comparisons that decide it"), rows)
+def percent(values: pd.Series) -> str:
+    return f"{100 * values.mean():.0f} %" if len(values) else ""
 
 
-def _decisive(given: Sequence[Answer]) -> str:
-    """The first comparison that supports a claim, the first that contradicts it, and how many others there are."""
-    count = [answer for answer in given if not answer.beside]
-    said = []
-    for side in (rules.SUPPORTS, rules.CONTRADICTS):
-        found = [answer for answer in count if answer.answer == side]
-        more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-        said += [f"*{side.capitalize()}*: {each.question}: {each.why}{more}." for each in found[:1]]
-    left = sum(answer.answer == rules.CANNOT_TELL for answer in count)
-    return " ".join([*said, f"{left} of {len(count)} cannot tell." if left else ""]).strip()
+def counted(rows: pd.DataFrame, event: str) -> str:
+    known = rows[event].dropna()
+    return f"{int(known.sum())} of {len(known)}" if len(known) else ""
 
 
-def _title(claim: Claim) -> str:
-    return f"({claim.letter}) {claim.claim}"
+def k3(frame: pd.DataFrame, gap: str) -> float:
+    """Median k3 of the runs of a gap that correct nothing, in the first quarter of their steps."""
+    return float(rows_of(frame, f"{gap}-none").k3_early.median())
 
 
-def _anchor(claim: Claim) -> str:
-    """The name by which a link finds the section of a claim."""
-    kept = [character for character in _title(claim).lower() if character.isalnum() or character in " -_"]
-    return "".join(kept).replace(" ", "-")
+class _Fields(dict[str, Any]):
+    """Fields of page.md; `arm` in {final:arm}, {failed:arm} and {seeds:arm} names runs."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"page.md names {key}, which the lab does not print")
 
 
-HEADINGS = ("comparison", "answer", "what the runs say, 90 % interval", "runs of both arms", "T / T*", "vocabulary")
+class _Of:
+    """Formats a number of the arm that a field of page.md names."""
+
+    def __init__(self, frame: pd.DataFrame, name: str) -> None:
+        self.frame, self.name = frame, name
+
+    def __format__(self, arm: str) -> str:
+        rows = rows_of(self.frame, arm)
+        if rows.empty:
+            raise ValueError(f"page.md: no run is called {full_name(arm)}")
+        match self.name:
+            case "seeds":
+                return str(rows.seed.nunique())
+            case "k3":
+                return f"{rows.k3_early.median():.2g}"
+            case "outside":
+                return f"{100 * rows.outside.median():.2g} %"
+            case "persistence":
+                return f"{rows.persistence.median():.2f}"
+            case "failed" | "collapsed":
+                return counted(rows, self.name)
+        return percent(rows.final)
 
 
-def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
-    yield f"## {_title(claim)}\n"
-    yield " ".join([f"**{verdict(claim, given).capitalize()}.**", *NOTES.get(claim.letter, "").split()]) + "\n"
-    rows: dict[bool, list[list[str]]] = {True: [], False: []}
-    for each in given:
-        rows[each.enough].append([each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary])
-    if rows[True]:
-        yield table(HEADINGS, rows[True])
-    if few := rows[False]:
-        what = f"{counted(len(few), 'comparison')} with fewer seeds than the claim asks for, or none"
-        yield f"<details><summary>{what}</summary>\n\n{table(HEADINGS, few)}\n</details>\n"
-
-
-def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Iterator[str]:
-    title = picture.data["title"]
-    yield f"![{title}]({IMAGES}/{picture.name}.png)\n"
-    stages = sorted({results.stage_of(row) for row in picture.runs})
-    commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
-    runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
-    yield _filled(" ".join(filter(None, (f"*{title}.*", NOTES.get(figure.name), runs)))) + "\n"
-
-
-def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
-    against = [
-        [f"({claim.letter})", each.question, each.why, each.depth]
-        for claim, answered in given
-        for each in answered
-        if each.answer == rules.CONTRADICTS and verdict(claim, answered) != rules.SUPPORTS
-    ]
-    heads = ("claim", "comparison", "what the runs say, 90 % interval", "T / T*")
-    return table(heads, against) if against else "No comparison contradicts its claim."
-
-
-def _filled(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        " ".join(text.split()), 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+def fields(frame: pd.DataFrame) -> Mapping[str, Any]:
+    """What page.md names."""
+    names = ("final", "failed", "collapsed", "seeds", "k3", "outside", "persistence")
+    of_arms = {name: _Of(frame, name) for name in names}
+    counted_rows = frame[frame.seed < TUNING]
+    return _Fields(
+        of_arms,
+        headline=headline(frame),
+        ranking=ranking(frame),
+        noise=f"{100 * replicate_spread(frame):.0f}",
+        runs=len(counted_rows),
+        hours=f"{frame.seconds.sum() / 3600:.0f}",
+        lengths=f"{counted_rows.length.min():.0f} to {counted_rows.length.max():.0f}",
     )
 
 
-def _hours(rows: Sequence[Row]) -> str:
-    seconds = sum(row.seconds for row in rows)
-    return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
-
-
-def _run_fields(results: Results) -> dict[str, Any]:
-    """What page.md says of the runs."""
-    rows = results.rows
-    served = sum(row.evaluated == "served" for row in rows)
-    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
-    heads = ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter")
-    worlds = results.worlds().items()
-    return {
-        "hours": _hours(rows),
-        "stages": _listed({results.stage_of(row) for row in rows}),
-        "worlds": table(heads, [_world(label, [r for r in rows if r.world == world]) for world, label in worlds]),
-        "mechanisms": _mechanisms(results),
-        "rules": _rules(results),
-        "answers": min(row.answers for row in rows),
-        "evaluated": whose if served else "The trainer's own weights answered.",
-        **{
-            name: span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "steps", "depth_seen")
-        },
-    }
-
-
-def _listed(stages: Iterable[str]) -> str:
-    return ", ".join(f"`{stage}`" for stage in sorted(stages))
-
-
-def _world(label: str, rows: Sequence[Row]) -> list[str]:
-    spans = [span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "depth_seen", "k3_seen")]
-    return [label, spans[0], str(len(rows)), str(len({row.seed for row in rows})), *spans[1:]]
-
-
-def _rules(results: Results) -> str:
-    used = {row.stage: _rule(results.rules.get(row.stage, Endpoints())) for row in results.rows}
-    rules = {rule: _listed(stage for stage in used if used[stage] == rule) for rule in used.values()}
-    return "\n".join(_filled(f"* {stages}: {rule}", "  ") for rule, stages in rules.items())
-
-
-def _rule(rules: Endpoints) -> str:
-    return (
-        f"a run is judged by the means of {rules.window} consecutive evaluations. It has **fallen** where this mean "
-        f"lies {rules.fall:.0%} or more below its maximum so far. It has **collapsed** when at least its last "
-        f"{rules.to_end} means have fallen, "
-        "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
-        f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
-    )
-
-
-def _mechanisms(results: Results) -> str:
-    """A line per mechanism and strength, of each task, at every learning rate that was run."""
-    arms = by_arm(results.select(PLAIN | {"method": "none"}))
-    worlds = results.worlds()
-    rates = {arm.lr for arm in arms}
+def headline(frame: pd.DataFrame) -> str:
+    """Two gaps by four treatments: what they end at, and how many failed."""
+    heads = ["", *(f"{words} (k3 {k3(frame, gap):.2g})" for words, gap in GAPS.items())]
     lines = []
-    for arm in sorted(arms, key=lambda arm: (worlds[arm.world], arm.mechanism != "exact", arm.rank)):
-        rows = arms[arm]
-        gap = f"{arm.mechanism} {arm.strength}".strip() + (f", lr {arm.lr:g}" if len(rates) > 1 else "")
-        seen = statistics.median(row.k3_early for row in rows) >= UNSEEN
-        numbers = [_median(rows, name) if seen else "0" for name in MEASURED]
-        shares = [f"{hits} of {runs}" for hits, runs in (results.count(rows, event) for event in EVENTS)]
-        norm = _median(rows, "grad_norm")
-        lines.append([worlds[arm.world], gap, str(len(rows)), *numbers, norm, *shares])
-    return table(GAP_HEADINGS, lines)
+    for words, method in TREATMENTS.items():
+        arms = [rows_of(frame, f"{gap}-{method}") for gap in GAPS.values()]
+        lines.append([words, *(f"{percent(rows.final)}, {counted(rows, 'failed')} failed" for rows in arms)])
+    exact = rows_of(frame, "exact-none")
+    lines.append(["(exact sampler)", *[f"{percent(exact.final)}, {counted(exact, 'failed')} failed"] * 2])
+    return table(heads, lines)
 
 
-def _median(rows: Sequence[Row], name: str) -> str:
-    """Two digits; empty where no run measured it, and 0 for what is rounding."""
-    known = [value for row in rows if not math.isnan(value := getattr(row, name))]
-    if not known:
-        return ""
-    value = statistics.median(known)
-    return "0" if name.endswith("k3") and value < UNSEEN else f"{value:.2g}"
+def replicate_spread(frame: pd.DataFrame) -> float:
+    """Standard deviation of the final accuracy of one recipe and seed from two warm-ups of the same kind."""
+    of_recipe = frame[frame.task == "arithmetic"].groupby(["run", "seed"]).final
+    variances = of_recipe.var()[of_recipe.count() > 1]
+    return math.sqrt(variances.mean())
+
+
+def ranking(frame: pd.DataFrame, gap: str = "lag-16") -> str:
+    """Every method at a gap and the usual learning rate, the one that ends highest first."""
+    here = frame[(frame.task == "arithmetic") & (frame.seed < TUNING)]
+    names = here.run.str.extract(rf"^{gap}-(.+)-lr-3e-4-plain$")[0].dropna().unique()
+    arms = {name: rows_of(here, f"{gap}-{name}") for name in names}
+    order = sorted(arms, key=lambda name: -arms[name].groupby("seed").final.mean().mean())
+    lines = []
+    for name in order:
+        rows, seeds = arms[name], arms[name].groupby("seed").final.mean()
+        shown = "" if name == REFERENCE else points(difference(rows, arms[REFERENCE]))
+        lines.append(
+            [f"`{name}`" if name != "two-policies" else "`none`, `old: rollout`", f"{seeds.size}, {len(rows)}",
+             f"{100 * seeds.mean():.0f} %", f"{100 * rows.final.min():.0f} %", shown, counted(rows, "failed")]
+        )  # fmt: skip
+    heads = ("method", "seeds, runs", "mean", "lowest run", f"points above {REFERENCE}, 95 %", "failed")
+    return table(heads, lines)
+
+
+def points(gap: Difference, of: str = "final", *, with_median: bool = False) -> str:
+    """A difference with its interval."""
+    if math.isnan(gap.mean):
+        return "too few runs"
+    if of == "k3_early":
+        return "x {:.2g} [{:.2g}, {:.2g}]".format(*(10**each for each in gap[:3]))
+    shown = f"{100 * gap.mean:+.1f} [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+    if with_median:
+        shown += f", median {100 * gap.median:+.1f}"
+    return shown if gap.paired else f"{shown}, unpaired"
+
+
+def evidence(frame: pd.DataFrame) -> Iterator[str]:
+    """The blocks of docs/collapse_evidence.md."""
+    yield "# The evidence of the collapse lab"
+    yield _prose(
+        """Printed by `python benchmarks/collapse/verdict.py --docs` from `runs.csv` and `questions.yaml` there;
+        [collapse.md](collapse.md) is the page to read first. An arm is named gap-method; a learning rate of 3e-4 and no
+        variant go without saying."""
+    )
+    yield _prose(
+        """A difference is that of the mean held-out accuracy of the last 3 evaluations, in points, with Student's 95 %
+        interval over seeds that share a warm-up, and its median; replicates of a seed are averaged first. Where no pair
+        shares one, the interval is Welch's, and the row says "unpaired". The answer is *higher* or *lower* where Holm's
+        procedure rejects equality among the comparisons of the question, with 5 seeds or more. Settings were found on
+        seeds 1 to 3, which the last two columns leave out. *Failed* is below 70 % of the seed's exact run, *fell* is
+        30 % or more below the run's own best at any time, with the p of the log-rank test of that time."""
+    )
+    for each in questions():
+        yield from _answered(each, frame)
+    yield "## Size and persistence of each gap"
+    yield _gaps(frame)
+    yield "## Fresh rollouts of a bf16 sampler"
+    yield "`quickstart` of `launch/recipes/methods.yaml`: k3 is 1e-5, and the whole gap is rounding."
+    yield ranking(frame, "quickstart")
+    yield "## Learning rates"
+    yield _rates(frame)
+    yield "## Which signal moves first"
+    yield _order(frame)
+    yield "## The founding papers' rows"
+    yield (HERE / "papers.md").read_text().strip()
+
+
+def _answered(each: Question, frame: pd.DataFrame) -> Iterator[str]:
+    arms = [tuple(rows_of(frame, arm, each.task) for arm in pair) for pair in each.pairs]
+    gaps = [difference(*pair, each.of) for pair in arms]
+    later = [difference(*map(without_choosing, pair), each.of) for pair in arms]
+    lines = []
+    for (one, two), (arm, other), gap, rest, answer, again in zip(
+        each.pairs, arms, gaps, later, answers(gaps), answers(later), strict=True
+    ):
+        p = fall_p(arm, other)
+        lines.append(
+            [f"{one} against {two}", answer, points(gap, each.of, with_median=True),
+             f"{gap.above} of {gap.seeds}" if gap.paired else "",
+             f"{gap.sign_p:.2g}" if gap.paired else "", f"{counted(arm, 'failed')}, {counted(other, 'failed')}",
+             f"{counted(arm, 'fell')}, {counted(other, 'fell')}" + (f" ({p:.2g})" if p == p else ""),
+             points(rest, each.of), again]
+        )  # fmt: skip
+    heads = ("comparison", "answer", "difference, 95 %", "higher on", "sign test p", "failed", "fell (log-rank p)",
+             "without seeds 1 to 3", "answer")  # fmt: skip
+    where = "" if each.task == "arithmetic" else f" ({each.task})"
+    yield f"## {each.question}{where}"
+    if each.added:
+        yield f"Added after a look: {each.added}"
+    yield table(heads, lines)
+
+
+def _gaps(frame: pd.DataFrame) -> str:
+    """One line per gap, of the runs that correct nothing."""
+    lines = []
+    plain = frame[(frame.seed < TUNING) & frame.run.str.contains(r"-none-lr-3e-4-plain(?:-live)?$", regex=True)]
+    for (task, run), rows in plain.groupby(["task", "run"]):
+        early = rows.k3_early.median()
+        values = [rows[name].median() for name in ("outside", "persistence", "entropy_k3", "grad_norm")]
+        lines.append(
+            [task, run.partition("-none-")[0], str(len(rows)), f"{early:.2g}" if early >= UNSEEN else "0",
+             f"{rows.depth.median():.2g}" if early >= UNSEEN else "0", *("" if v != v else f"{v:.2g}" for v in values),
+             percent(rows.final), *(counted(rows, event) for event in ("fell", "collapsed", "failed"))]
+        )  # fmt: skip
+    heads = ("task", "gap", "runs", "k3", "T / T*", "outside the clip", "persistence", "entropy with k3",
+             "gradient norm", "final", "fell", "collapsed", "failed")  # fmt: skip
+    words = """Medians over runs without a correction. k3, T / T* and the share of tokens outside [0.8, 1.28] are
+        those of the first quarter of the steps. Persistence is the mean cosine of the mean log-ratio by token id
+        of a step and of the next; entropy with k3 is their rank correlation over the steps of a run."""
+    return f"{_prose(words)}\n\n{table(heads, lines)}"
+
+
+def _rates(frame: pd.DataFrame) -> str:
+    """Mean final accuracy by learning rate; bold is the rate at which the tuning seeds end highest."""
+    rates = ("1e-5", "3e-5", "1e-4", "3e-4", "6e-4", "1e-3")
+    lines = []
+    for gap, method in (("exact", "none"), *(("lag-16", name) for name in ("none", "token-tis", "seq-tis"))):
+        arms = {r: frame[(frame.task == "arithmetic") & (frame.run == f"{gap}-{method}-lr-{r}-plain")] for r in rates}
+        tuned = {r: rows[rows.seed >= TUNING].final.mean() for r, rows in arms.items()}
+        best = max((r for r in rates if tuned[r] == tuned[r]), key=lambda r: tuned[r])
+        cells = []
+        for r in rates:
+            reported = arms[r][arms[r].seed < TUNING]
+            chosen_by = f", {100 * tuned[r]:.0f} %" if tuned[r] == tuned[r] else ""
+            text = (percent(reported.final) or "–") + chosen_by
+            cells.append(f"**{text}**" if r == best else text)
+        lines.append([gap, method, *cells])
+    words = f"""Mean final accuracy of the reported seeds, then of seeds {TUNING} to {TUNING + 2}, which
+        choose a rate (bold) and are counted nowhere else. An optimum at an end would say that the grid is too short."""
+    return f"{_prose(words)}\n\n{table(('gap', 'method', *(f'lr {r}' for r in rates)), lines)}"
+
+
+def _order(frame: pd.DataFrame) -> str:
+    """Steps by which each signal moves later than k3, in uncorrected runs that fell, by clusters of task and seed."""
+    fallen = frame[(frame.seed < TUNING) & (frame.fell == True) & frame.run.str.contains("-none-")]  # noqa: E712
+    lines = []
+    for name in ("grad_norm", "log_ppl", "entropy", "accuracy"):
+        gaps = (fallen[f"half_{name}"] - fallen.half_k3).groupby([fallen.task, fallen.seed]).mean().dropna()
+        if gaps.size > 1:
+            numbered = pd.DataFrame({"seed": range(gaps.size), "warm": "", "steps": gaps.to_numpy()})
+            gap = difference(numbered, numbered.assign(steps=0.0), "steps")
+            shown = f"{gap.mean:+.0f} [{gap.low:+.0f}, {gap.high:+.0f}]"
+            lines.append([name, str(gap.seeds), f"{gap.median:+.0f}", shown, f"{gap.sign_p:.2g}"])
+    heads = ("signal", "tasks x seeds", "median steps later than k3", "mean, 95 %", "sign test p")
+    words = """Uncorrected runs that fell, of all gaps and rates; runs of a task and seed are one observation. A signal
+        has moved when it has gone half of its way, entropy and held-out accuracy downwards."""
+    return f"{_prose(words)}\n\n{table(heads, lines)}"
+
+
+def _prose(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 140, break_long_words=False, break_on_hyphens=False)

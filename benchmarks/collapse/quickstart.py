@@ -1,14 +1,13 @@
 """Run the three runs of the quickstart on many seeds, and print and draw what they reached from the committed rows.
 
     python benchmarks/collapse/quickstart.py --seeds 1 2 3 4 5 6 7 8 9 10   # some minutes per seed on 2 cores; resumes
-    python benchmarks/collapse/quickstart.py                                # only the tables and the picture
+    python benchmarks/collapse/quickstart.py                                # only the table and the picture
 
-The first command trains and writes one row per finished run into results/quickstart.csv. Both draw
-docs/images/quickstart_collapse-light.svg and -dark.svg, and print the tables of docs/results.md.
+The first command trains and writes one row per finished run into quickstart.csv. Both draw
+docs/images/quickstart_collapse-light.svg and -dark.svg, and print the table of docs/results.md.
 """
 
 import argparse
-import itertools
 import os
 import statistics
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from collapse.runs import PLAIN, load
 from megatron_rc.drawing.colours import DARK, LIGHT
 from megatron_rc.files import read_csv, write_csv
 from megatron_rc.jobs import grid as grids
@@ -28,7 +26,7 @@ from megatron_rc.report.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/quickstart.yaml"
-ROWS = ROOT / "benchmarks/collapse/results/quickstart.csv"
+ROWS = ROOT / "benchmarks/collapse/quickstart.csv"
 PICTURES = {
     ROOT / "docs/images/quickstart_collapse-light.svg": LIGHT,
     ROOT / "docs/images/quickstart_collapse-dark.svg": DARK,
@@ -71,20 +69,6 @@ def table(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def baselines() -> str:
-    """Table of the PPO clip on pi / mu beside other methods, under lag and under noise, from the rows of the lab."""
-    lab = load(recipes=ROOT / "launch/recipes/collapse")
-    lines = ["| gap, run of the lab | seeds | last 3 evaluations | failed |", "|---" * 4 + "|"]
-    gaps = {"16 updates old": ("lag", "16"), "fixed noise of 0.2": ("fixed noise", "0.2")}
-    methods = ("none", "none, old: rollout", "token-tis", "seq-tis")
-    for (gap, (mechanism, strength)), method in itertools.product(gaps.items(), methods):
-        where = {"model": "qwen3", "task": "arithmetic", "mechanism": mechanism, "strength": strength}
-        runs = lab.select(PLAIN | where | {"method": method, "lr": 3e-4})
-        end = f"{statistics.fmean(run.end for run in runs):.1%} ± {statistics.stdev(run.end for run in runs):.1%}"
-        lines.append(f"| {gap}, `{method}` | {len(runs)} | {end} | {lab.count(runs, 'failed')[0]} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="run these seeds and write the rows")
@@ -104,7 +88,7 @@ def main() -> None:
         raise SystemExit(f"{ROWS} holds no seed with all three runs; --seeds runs them")
     for path, colours in PICTURES.items():
         draw_comparison(comparison, rows, [], path, colours)
-    print(separation(rows, comparison), table(rows, comparison), baselines(), sep="\n\n")
+    print(separation(rows, comparison), table(rows, comparison), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
-"""Rows and curves of the finished runs in the folder of a grid."""
+"""Rows of the finished runs in the folder of a grid."""
 
-import json
+import hashlib
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import ndimage
+import pyarrow.parquet as pq
+from scipy import ndimage, stats
 
-from collapse.facts import EXACT, facts_of
-from collapse.rows import SIGNALS, Point, Row
+from collapse.rows import NAN, Row
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid import Cell, finished, load
-from megatron_rc.report.endpoints import METRIC, Endpoints
+from megatron_rc.report.endpoints import METRIC
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import job as job_settings
 from megatron_rc.settings.job import JobSettings
 
-MEANS = ("k3", "mismatch_k3", "staleness_k3", "length", "ess", "dropped", "grad_norm")
-"""Fields of a row that are means over the steps."""
-EVERY = 10
-"""Steps between two points of the committed curves."""
 Records = Sequence[Mapping[str, Any]]
 WINDOW = 5
 """Steps of the running median in which a rise is looked for."""
@@ -32,10 +29,20 @@ START = 1 / 8
 """Share of the steps, at least WINDOW, whose median is the level that a curve starts from."""
 FARTHEST = 4.0
 """Way of a curve, in standard deviations of its steps, from which on it has moved at all."""
+CLIP = (0.8, 1.28)
+"""Bounds of PPO's clip on pi / mu."""
+NAMES = {
+    "grad_norm": ("grad_norm",),
+    "length": ("response_length/mean",),
+    "entropy": ("entropy",),
+    **{name: (f"old/{key}", f"current/{key}") for name, key in
+       (("k3", "k3"), ("log_ppl", "train_log_ppl"), ("dropped", "masked_token"))},
+}  # fmt: skip
+"""Maps a quantity to its metrics, of the policies before the update where they were compared."""
 
 
-def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
-    """Rows and curves of every run of the recipe that is finished, or broke, in the folder.
+def read(recipe: Path, folder: Path) -> Iterator[Row]:
+    """The row of every run of the recipe that is finished, or broke, in the folder.
 
     Raises:
         ValueError: the recipe has no endpoints, or a run evaluated with fewer answers than they ask for.
@@ -43,96 +50,115 @@ def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
     grid = load(recipe, output=str(folder))
     if grid.endpoints is None:
         raise ValueError(f"{recipe} has no section endpoints: they must be stated before the runs")
-    rows, points = [], []
     for cell in finished(grid, or_broken=True):
+        settings = job_settings.of_finished(cell.folder)
+        answers, least = verdicts.answers_per_evaluation(settings), grid.endpoints.min_answers
+        if answers < least:
+            raise ValueError(f"{cell.name}: its evaluations have {answers} answers, endpoints.min_answers {least}")
+        outcome = verdicts.outcome_of_cell(grid.endpoints, cell)
         records = [r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl"]
-        model = _model(cell, grid.folder(grid.warm_folder))
-        rows.append(row_of(recipe.stem, cell, grid.endpoints, records, model))
-        points += points_of(cell, records)
-    return rows, points
-
-
-def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Mapping[str, Any]) -> Row:
-    settings = job_settings.of_finished(cell.folder)
-    answers = verdicts.answers_per_evaluation(settings)
-    if answers < rules.min_answers:
-        raise ValueError(
-            f"{cell.name}: its evaluations have {answers} answers, endpoints.min_answers {rules.min_answers}"
+        evaluations = [(r["step"], r[METRIC]) for r in records if r.get(METRIC) is not None]
+        yield Row(
+            task=settings.task.kind + (" with experts" if settings.model.config.get("num_experts") else ""),
+            run=cell.folder.parent.name,
+            seed=cell.seed,
+            warm=warm_up(grid.folder(grid.warm_folder) / f"seed-{cell.seed}"),
+            final=0.0 if math.isnan(outcome.final) else outcome.final,
+            best=outcome.best,
+            **{name: NAN if (step := getattr(outcome, name)) is None else step for name in ("fell_at", "collapsed_at")},
+            steps=settings.train.steps,
+            accuracy=tuple(value for _, value in evaluations),
+            half_accuracy=_half_way_down(evaluations),
+            **measured([record for record in records if record["step"] > 0], settings),
+            **from_dump(cell, settings),
         )
-    outcome, facts = verdicts.outcome_of_cell(rules, cell), facts_of(settings, model)
-    trained = [record for record in records if record["step"] > 0]
-    early = trained[: max(1, len(trained) // 4)]
+
+
+def warm_up(folder: Path) -> str:
+    """Hash of the weights of a checkpoint; empty without one."""
+    files = sorted(folder.glob("**/*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8] if files else ""
+
+
+def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
+    """What the metrics of the training steps say."""
+    quarter = max(1, len(trained) // 4)
+    early, late = trained[:quarter], trained[-quarter:]
     k3_early = _average(early, "k3", statistics.median)
-    return Row(
-        **vars(facts),
-        stage=stage,
-        run=cell.folder.parent.name,
-        seed=cell.seed,
-        exact=verdicts.exact_of(rules, cell),
-        vocabulary=int(model["vocab_size"]),
-        steps=settings.train.steps,
-        answers=answers,
-        evaluated=settings.train.eval_weights,
-        **{
-            name: math.nan if (step := getattr(outcome, name)) is None else float(step)
-            for name in ("collapsed_at", "fell_at")
-        },
-        **{name: getattr(outcome, name) for name in ("relapses", "reason", "last_step", "final", "best")},
-        **{name: _average(trained, name) for name in MEANS},
-        k3_median=_average(trained, "k3", statistics.median),
-        k3_early=k3_early,
-        sigma=math.sqrt(2 * k3_early),
-        horizon=horizon(k3_early),
-        depth=_average(early, "length") / horizon(k3_early),
-        z_surprise=_z_surprise(cell.folder, settings) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
-        seconds=sum(record["time/step_s"] for record in trained),
-        **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
-        half_accuracy=_half_way_down([(r["step"], r[METRIC]) for r in records if r.get(METRIC) is not None]),
+    clipped = [record.get("clip_high", NAN) + record.get("clip_low", NAN) for record in trained[:quarter]]
+    first, second = statistics.fmean(clipped[:10]), statistics.fmean(clipped[10:20] or [NAN])
+    pairs = [(a, b) for a, b in zip(*(_values(trained, n) for n in ("entropy", "k3")), strict=True) if a == a and b > 0]
+    return {
+        "k3_early": k3_early,
+        "depth": _average(early, "length") / horizon(k3_early),
+        "length": _average(trained, "length"),
+        "clipped": statistics.fmean(clipped),
+        "growth": second / first if first else NAN,
+        "entropy": _average(late, "entropy"),
+        "entropy_k3": float(stats.spearmanr(pairs).statistic) if len(pairs) > 2 else NAN,
+        "dropped": _average(trained, "dropped"),
+        "grad_norm": _average(trained, "grad_norm"),
+        "seconds": sum(record["time/step_s"] for record in trained),
+        **{f"half_{name}": _half_way(trained, name, settings) for name in ("k3", "grad_norm", "log_ppl", "entropy")},
+    }
+
+
+def from_dump(cell: Cell, settings: JobSettings) -> dict[str, float]:
+    """Size and persistence of the gap in the first quarter of the steps, and z_W; empty without an old pass."""
+    files = sorted((cell.folder / "dump").glob("step-*.parquet"))
+    if settings.correction.old != "recompute" or not files:
+        return {}
+    found = {}
+    if cell.folder.parent.name.startswith(("exact", "top-p", "temperature")):
+        test = diagnose_dump(cell.folder / "dump").evidence.whole.z_surprise
+        found["z_surprise"] = NAN if test is None else test.z
+    if len(files) == settings.train.steps and settings.dump.tokens:
+        # a lagging sampler has no gap before its full lag
+        start = settings.rollout.lag
+        steps = [_gap(file) for file in files[start : start + settings.train.steps // 4]]
+        ratios = np.exp(np.concatenate([log_ratio for log_ratio, _ in steps]))
+        found["outside"] = float(np.mean((ratios < CLIP[0]) | (ratios > CLIP[1])))
+        found["persistence"] = statistics.fmean(cosine(one, other) for (_, one), (_, other) in pairwise(steps))
+    return found
+
+
+def _gap(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Log-ratios of the loss tokens of a step [N], and their mean by token id [vocabulary], 0 for ids not seen."""
+    columns = ["old_logprobs", "rollout_logprobs", "output_ids", "loss_mask"]
+    train, rollout, ids, mask = (
+        np.concatenate([np.asarray(each) for each in column])
+        for column in pq.read_table(file, columns=columns).to_pydict().values()
     )
+    log_ratio, ids = (train - rollout)[mask], ids[mask]
+    counts = np.bincount(ids)
+    return log_ratio, np.bincount(ids, log_ratio) / np.maximum(counts, 1)
 
 
-def points_of(cell: Cell, records: Records) -> list[Point]:
-    last = int(records[-1]["step"])
-    points = []
-    for step in range(0, last + 1, EVERY):
-        block = [record for record in records if step - EVERY < record["step"] <= step]
-        accuracy = [record[METRIC] for record in block if record.get(METRIC) is not None]
-        means = {name: _average([r for r in block if r["step"] > 0], name) for name in SIGNALS}
-        means["accuracy"] = accuracy[-1] if accuracy else math.nan
-        points.append(Point(run=cell.folder.parent.name, seed=cell.seed, step=step, **means))
-    return points
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    """Cosine of two vectors, of which the shorter one is filled up with 0; 0 where one of them is 0."""
+    size = min(one.size, other.size)
+    norm = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one[:size] @ other[:size]) / norm if norm else 0.0
 
 
 def _values(records: Records, name: str) -> list[float]:
-    """The finite values of a quantity, from the policies before the update where they were compared."""
-    named = {"grad_norm": "grad_norm", "length": "response_length/mean", "reward": "reward/mean"}
-    pooled = {"ess": "ess_token", "log_ppl": "train_log_ppl", "dropped": "masked_token"}
-    before = pooled.get(name, name)
-    keys = (named[name],) if name in named else (f"old/{before}", f"current/{before}")
-    values = (next((record[key] for key in keys if record.get(key) is not None), math.nan) for record in records)
+    values = (next((r[key] for key in NAMES[name] if r.get(key) is not None), NAN) for r in records)
     return [float(value) for value in values]
 
 
 def _average(records: Records, name: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
     known = [value for value in _values(records, name) if not math.isnan(value)]
-    return average(known) if known else math.nan
+    return average(known) if known else NAN
 
 
 def _half_way(trained: Records, name: str, settings: JobSettings) -> float:
-    """Step at which a curve has gone half of its way, after the sampler has reached its full lag.
-
-    k3 and the gradient norm in their logarithms; ESS downwards; the reward downwards from the largest of its running
-    means.
-    """
+    """Step at which a curve has gone half of its way, k3 and gradient norm in logs, after the sampler's full lag."""
     start = min(settings.rollout.lag, len(trained))
     values = np.array(_values(trained, name))[start:]
     if name in ("k3", "grad_norm"):
-        values = np.log(np.where(values > 0, values, math.nan))
-    if name == "reward" and values.size > WINDOW:
-        peak = int(np.argmax(np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid")))
-        values, start = values[peak:], start + peak
-    place = half_way(values, falls=name in ("ess", "reward"))
-    return math.nan if place is None else float(trained[start + place]["step"])
+        values = np.log(np.where(values > 0, values, NAN))
+    place = half_way(values, falls=name == "entropy")
+    return NAN if place is None else float(trained[start + place]["step"])
 
 
 def half_way(values: np.ndarray, *, falls: bool = False) -> int | None:
@@ -159,23 +185,6 @@ def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
     peak = max(range(len(evaluations)), key=lambda place: evaluations[place][1], default=0)
     after = evaluations[peak:]
     if len(after) < 2:
-        return math.nan
+        return NAN
     half = (after[0][1] + min(value for _, value in after)) / 2
     return float(next(step for step, value in after if value <= half))
-
-
-def _model(cell: Cell, warm: Path) -> dict[str, Any]:
-    """Fields of the config.json of the model, of the warmed one where there was a warm-up."""
-    model = job_settings.of_finished(cell.folder).model
-    if not model.hf_path:
-        return model.config
-    warmed = warm / f"seed-{cell.seed}/hf"
-    return json.loads(((warmed if warmed.exists() else Path(model.hf_path)) / "config.json").read_text())
-
-
-def _z_surprise(folder: Path, settings: JobSettings) -> float:
-    # without an old pass the dump holds no log-probs of the trainer
-    if settings.correction.old != "recompute" or not any((folder / "dump").glob("*.parquet")):
-        return math.nan
-    test = diagnose_dump(folder / "dump").evidence.whole.z_surprise
-    return math.nan if test is None else test.z

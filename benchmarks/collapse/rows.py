@@ -1,175 +1,108 @@
-"""One row per finished run of the lab, in benchmarks/collapse/results/<stage>.csv."""
+"""One row per finished run of the lab, in runs.csv, and all of them as a table of pandas."""
 
 import dataclasses
 import math
-import typing
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from collapse.facts import Facts
+import pandas as pd
+
 from megatron_rc.files import read_csv, write_csv
 
+FILE = Path(__file__).with_name("runs.csv")
+NAN = math.nan
 UNSEEN = 1e-7
 """k3 below this is rounding: what opens such a gap does not show in it."""
-FOLDER = Path(__file__).with_name("results")
-SIGNALS = ("k3", "ess", "grad_norm", "log_ppl", "length", "reward")
-"""Curves that are kept beside the evaluations."""
+CHOOSING = (1, 2, 3)
+"""Seeds on which settings were found; every comparison is shown without them, too."""
+TUNING = 101
+"""Seeds from this one on choose learning rates, and are counted nowhere else."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a run stands in the lab."""
-
-    stage: str
-    run: str
-    """Its choices on the axes of the grid, joined by -: the name of its folder."""
-    seed: int
-    exact: str
-    """The `run` that it is compared with, at the same seed; empty: none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Facts, Place):
+class Row:
     """One run; numbers that it did not measure are NaN, and empty in the file."""
 
-    vocabulary: int
-    steps: int
-    answers: int
-    """Per evaluation."""
-    evaluated: str
-    """served: the sampler's weights answered; trained: those of the trainer."""
-    collapsed_at: float
-    fell_at: float
-    relapses: int
-    reason: str
-    last_step: int
-    final: float
-    best: float
-    k3: float
-    """Mean over the steps."""
-    k3_median: float
-    k3_early: float
-    """Median over the first quarter of the steps; a correction lowers it."""
-    sigma: float
-    """sqrt(2 k3_early): standard deviation of a token's log-ratio, if it is Gaussian."""
-    mismatch_k3: float
-    """Mean over the steps of the part of the gap that is no lag."""
-    staleness_k3: float
-    """Mean over the steps of the part of the gap that is lag."""
-    length: float
-    """Mean response length over the steps, tokens."""
-    horizon: float
-    """T* = 1 / (2 k3_early), tokens."""
-    depth: float
-    """T / T*: mean response length of the first quarter of the steps over T*."""
-    ess: float
-    """Mean effective sample size of the tokens' ratios, share."""
-    dropped: float
-    """Mean share of the loss tokens that the method drops."""
-    grad_norm: float
-    """Mean gradient norm before clipping."""
-    z_surprise: float
-    """z_W of `megatron-rc analyze`, for exact samplers and hidden changes of sampling that kept a dump."""
-    half_k3: float
-    """Step at which its logarithm has gone half of its way, since the sampler reached its full lag; so the others."""
-    half_ess: float
-    half_grad_norm: float
-    """The same for its logarithm."""
-    half_log_ppl: float
-    half_length: float
-    half_reward: float
-    """Half of its way down from its peak; the rollouts are those of weights as many updates old as the lag."""
-    half_accuracy: float
-    """Evaluation at which the held-out accuracy has gone half of its way down from its peak."""
-    seconds: float
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.run, self.seed
-
-    @property
-    def k3_seen(self) -> float:
-        """k3_early, 0 where it is rounding."""
-        return 0.0 if self.k3_early < UNSEEN else self.k3_early
-
-    @property
-    def depth_seen(self) -> float:
-        """depth, 0 where k3 is rounding."""
-        return 0.0 if self.k3_early < UNSEEN else self.depth
-
-    @property
-    def end(self) -> float:
-        """Mean accuracy of the last evaluations; a run that broke down answers nothing."""
-        return 0.0 if math.isnan(self.final) else self.final
-
-    @property
-    def collapsed(self) -> bool:
-        return not math.isnan(self.collapsed_at)
-
-    @property
-    def fell(self) -> bool:
-        return not math.isnan(self.fell_at)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """The curves of a run up to a step: its evaluation there, and means over the steps since the point before."""
-
+    task: str
     run: str
+    """Its choices on the axes of its recipe, joined by "-": the gap, the method, the learning rate and the variant."""
     seed: int
-    step: int
-    accuracy: float
-    k3: float
-    ess: float
-    grad_norm: float
-    log_ppl: float
-    length: float
-    reward: float
+    warm: str
+    """Hash of the checkpoint that it starts from; for runs before that was kept, the held-out accuracy of that."""
+    final: float
+    """Mean held-out accuracy of the last 3 evaluations; 0 for a run that broke down."""
+    best: float
+    """Largest mean of 3 consecutive evaluations; empty where these were not kept, and whether it fell is unknown."""
+    fell_at: float
+    """Step at which a mean of 3 evaluations first lay 30 % or more below the best one before."""
+    collapsed_at: float
+    """Step from which that is so up to the end."""
+    steps: int
+    k3_early: float = NAN
+    """Median over the first quarter of the steps."""
+    depth: float = NAN
+    """T / T*: mean response length of that quarter over T* = 1 / (2 k3_early)."""
+    length: float = NAN
+    """Mean response length over all steps, tokens."""
+    outside: float = NAN
+    """Share of the tokens with pi / mu outside [0.8, 1.28] in the first quarter of the steps, from a dump."""
+    clipped: float = NAN
+    """Share that PPO's clip stops in that quarter."""
+    growth: float = NAN
+    """The clipped share of steps 11 to 20 over that of steps 1 to 10."""
+    persistence: float = NAN
+    """Mean cosine of the mean log-ratio by token id of a step and of the next, over the first quarter."""
+    entropy: float = NAN
+    """Mean over the last quarter of the steps, nats."""
+    entropy_k3: float = NAN
+    """Rank correlation of entropy and k3 over the steps."""
+    dropped: float = NAN
+    """Mean share of the loss tokens that the method drops."""
+    grad_norm: float = NAN
+    z_surprise: float = NAN
+    """z_W of `megatron-rc analyze`, of exact samplers and hidden changes of sampling."""
+    half_k3: float = NAN
+    """Step at which k3 has gone half of its way, since the sampler reached its full lag; so the others."""
+    half_grad_norm: float = NAN
+    half_log_ppl: float = NAN
+    half_entropy: float = NAN
+    half_accuracy: float = NAN
+    seconds: float = NAN
+    accuracy: tuple[float, ...] = ()
+    """The evaluations, equally spaced from step 0 on."""
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.run, self.seed
+    def key(self) -> tuple[str, str, int, str]:
+        return self.task, self.run, self.seed, self.warm
 
 
-Kept = Row | Point
-Record = typing.TypeVar("Record", Row, Point)
+def add(rows: Iterable[Row], file: Path = FILE) -> int:
+    """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are."""
+    known = {row.key: row for row in (read_csv(Row, file) if file.exists() else [])}
+    known |= {row.key: row for row in rows}
+    write_csv(Row, [known[key] for key in sorted(known)], file, digits=4)
+    return len(known)
 
 
-def path_of(cls: type[Kept], stage: str, folder: Path = FOLDER) -> Path:
-    return folder / (f"{stage}.csv" if cls is Row else f"{stage}-curves.csv")
+def load(file: Path = FILE) -> pd.DataFrame:
+    """All rows; `failed`: whether a run ends below 70 % of the exact one of its seed and warm-up, or of its seed."""
+    frame = pd.DataFrame([dataclasses.asdict(row) for row in read_csv(Row, file)])
+    exact = frame[frame.run.str.fullmatch(r"exact-none-lr-3e-4-plain(-live)?")]
+    nearest: Mapping[tuple[str, int], float] = exact.groupby(["task", "seed"]).final.mean().to_dict()
+    own: Mapping[tuple[str, int, str], float] = exact.groupby(["task", "seed", "warm"]).final.mean().to_dict()
+    wanted = [
+        own.get((task, seed, warm), nearest.get((task, seed), NAN))
+        for task, seed, warm in zip(frame.task, frame.seed, frame.warm, strict=True)
+    ]
+    frame["relative"] = frame.final / wanted
+    frame["failed"] = frame.relative < 0.7
+    for event in ("fell", "collapsed"):
+        # none of them is known where the evaluations were not kept
+        frame[event] = frame[f"{event}_at"].notna().astype(object).where(frame.best.notna())
+    return frame
 
 
-def stages(folder: Path = FOLDER) -> list[str]:
-    """Stages with committed rows: those with curves beside them, which other rows in the folder lack."""
-    return sorted(path.stem.removesuffix("-curves") for path in folder.glob("*-curves.csv"))
-
-
-def committed(cls: type[Record], stage: str, folder: Path = FOLDER) -> list[Record]:
-    """The rows or points of a stage; none where it has no file."""
-    path = path_of(cls, stage, folder)
-    return read_csv(cls, path) if path.exists() else []
-
-
-def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = FOLDER) -> None:
-    """Add records to the file of a stage: those of the same run and seed are replaced, all others stay."""
-    new = list(new)
-    replaced = {record.key for record in new}
-    kept = [record for record in committed(cls, stage, folder) if record.key not in replaced]
-    everything = sorted([*kept, *new], key=lambda record: (*record.key, getattr(record, "step", 0)))
-    write_csv(cls, everything, path_of(cls, stage, folder), digits=4)
-
-
-def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) -> dict[str, int]:
-    """Add runs to the committed files, each where it stands already or else in its stage; returns runs per stage.
-
-    A run of two stages has one row: that of the stage that was read first.
-    """
-    owners = {(row.world, *row.key): stage for stage in stages(folder) for row in committed(Row, stage, folder)}
-    homes = {row.key: owners.get((row.world, *row.key), row.stage) for row in rows}
-    for stage in sorted(set(homes.values())):
-        mine = [dataclasses.replace(row, stage=stage) for row in rows if homes[row.key] == stage]
-        merge(mine, stage, Row, folder)
-        merge([point for point in points if homes[point.key] == stage], stage, Point, folder)
-    return dict(Counter(homes.values()))
+def full_name(arm: str) -> str:
+    """The name of an arm's runs; a learning rate of 3e-4 and no variant go without saying."""
+    return arm if "-lr-" in arm else f"{arm}-lr-3e-4-plain"

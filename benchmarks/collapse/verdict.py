@@ -1,13 +1,12 @@
-"""The verdict of the collapse lab: rows of finished runs, checks, figures and docs/collapse.md.
+"""The verdict of the collapse lab: rows of finished runs, docs/collapse.md, its evidence, and what is left to run.
 
-    bash launch/collapse_lab.sh                                           # the runs, stage by stage
-    python benchmarks/collapse/verdict.py --read runs/collapse/mechanism  # their rows into results/
-    python benchmarks/collapse/verdict.py                                 # claims and answers, from the committed rows
-    python benchmarks/collapse/verdict.py --left runs/left                # recipes of the planned runs that are left
-    python benchmarks/collapse/verdict.py --docs                          # docs/collapse.md and docs/images/collapse
+    bash launch/collapse_lab.sh                                      # the runs, stage by stage
+    python benchmarks/collapse/verdict.py --read runs/collapse/clip  # their rows into benchmarks/collapse/runs.csv
+    python benchmarks/collapse/verdict.py --plan                     # runs without a row, hours, what they can decide
+    python benchmarks/collapse/verdict.py --left runs/left           # recipes of these runs
+    python benchmarks/collapse/verdict.py --docs                     # both pages and their figures
 
-The recipe of a folder is the one of its name in launch/recipes/collapse, unless --recipe names another. Reading
-replaces the rows of the runs that it reads, and leaves all others; a run of two stages has one row.
+The recipe of a folder is the one of its name in launch/recipes/collapse, unless --recipe names another.
 """
 
 import argparse
@@ -16,47 +15,35 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from collapse import checks, page
-from collapse.claims import CLAIMS
-from collapse.plan import write_left
-from collapse.rows import Row, keep, path_of
-from collapse.rules import answers, verdict
-from collapse.runs import load
+from collapse import plan
+from collapse.rows import add, load
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "launch/recipes/collapse"
-
-
-def read(folder: Path, recipe: Path | None) -> None:
-    """Write the rows and curves of the finished runs in the folder of a grid."""
-    from collapse.reading import read
-
-    recipe = recipe or RECIPES / f"{folder.name}.yaml"
-    for stage, runs in keep(*read(recipe, folder)).items():
-        print(f"{runs} runs of {folder} in {path_of(Row, stage).relative_to(ROOT)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", type=Path, nargs="+", metavar="FOLDER", default=[], help="output folders of grids")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="of all these folders")
-    parser.add_argument("--left", type=Path, metavar="FOLDER", help="write them there, name them, and do nothing else")
-    parser.add_argument("--docs", action="store_true", help="write the page and draw its figures")
+    parser.add_argument("--plan", action="store_true", help="print the planned runs that have no row")
+    parser.add_argument("--left", type=Path, metavar="FOLDER", help="write their recipes there and name them")
+    parser.add_argument("--docs", action="store_true", help="write the pages and draw their figures")
     options = parser.parse_args()
     for folder in options.read:
-        read(folder, options.recipe)
-    results = load(recipes=RECIPES)
+        from collapse.reading import read
+
+        rows = list(read(options.recipe or RECIPES / f"{folder.name}.yaml", folder))
+        print(f"{len(rows)} runs of {folder}; {add(rows)} rows in all")
+    if options.plan:
+        print(plan.table_of(load(), RECIPES))
     if options.left:
-        print(*write_left(results.committed, RECIPES, options.left), sep="\n")
-        return
-    for claim in CLAIMS:
-        given = answers(claim, results)
-        print(f"({claim.letter}) {claim.claim} {verdict(claim, given).upper()}")
-        print("".join(f"    {each.answer}: {each.question}: {each.why}\n" for each in given), end="")
-    for problem in (*checks.failing_exact_runs(results), *checks.falls_with_strength(results)):
-        print(f"CHECK: {problem}")
+        print(*plan.write_left(load(), RECIPES, options.left), sep="\n")
     if options.docs:
-        page.write(results, ROOT / "docs")
+        from collapse import figures, page
+
+        page.write(load(), ROOT / "docs")
+        figures.draw(load(), ROOT / "docs/images")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ METHODS: dict[str, Method] = {
             "old": "rollout",
             "surrogate": "cispo",
         },
-        "Divergence PPO (arXiv 2602.04879), binary total variation; 0.2 / 0.28 and ratios up to 10 as in TRL",
+        "Divergence PPO (arXiv 2602.04879), binary total variation, with the bounds of the trainer of TRL",
         {"clip_lower": 1.0, "clip_upper": 9.0},
     ),
     "centered": Method(

@@ -14,6 +14,7 @@ PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
 case "$*" in
 *"-m pip"*) echo "$*" >>"$NOTES.pip" && exit 0 ;;
+*"verdict.py --plan"*) echo planned && exit 0 ;;
 *"verdict.py --left"*) mkdir -p "$3" && touch "$3/rates.yaml" && exit 0 ;;
 *verdict.py*) echo docs >>"$NOTES" && exit 0 ;;
 *"-m megatron_rc grid"*) shift 3 ;;
@@ -49,14 +50,14 @@ def test_its_help_names_every_stage_and_option() -> None:
     assert said.returncode == 0 and said.stderr == ""
     stages = {path.stem for path in (ROOT / "launch/recipes/collapse").glob("*.yaml")} - {"base", "quick"}
     assert all(stage in said.stdout for stage in stages)
-    for option in ("docs", "quick", "stage", "seeds", "budget-minutes", "left", "task", "model", "set", "out"):
+    for option in ("docs", "plan", "quick", "stage", "seeds", "budget-minutes", "left", "task", "model", "set", "out"):
         assert f"\n  --{option}" in said.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--stage", "mechanism,nothing"], "there is no stage 'nothing' here; known: mechanism presets rates"),
+        (["--stage", "mechanism,nothing"], "there is no stage 'nothing' here; known: mechanism clip recovery presets rates"),
         (["--quick", "--stage", "rates"], "there is no stage 'rates' here; known: quick"),
         (["--task", "mine.jsonl"], "--task and --model need each other"),
         (["--task", "no/such.jsonl", "--model", "."], "--task: there is no file no/such.jsonl"),
@@ -102,6 +103,7 @@ def test_left_runs_the_stages_that_have_runs_without_a_committed_row(checkout: P
     out = checkout / "out"
     ran, _ = noted(checkout, "--left", "--stage", "turns,rates", "--out", str(out))
     assert ran[0] == str(out / "left/rates.yaml") and ran[ran.index("--output") + 1] == str(out / "rates")
+    assert lab("--plan", root=checkout, NOTES=str(checkout / "notes")).stdout.endswith("planned\n")
     said = lab("--left", "--stage", "turns", "--out", str(out), root=checkout, NOTES=str(checkout / "notes"))
     assert said.returncode == 0 and "every run of turns has a committed row" in said.stdout
 

@@ -116,7 +116,7 @@ def test_another_preset_takes_the_name_of_the_third_run_in_figure_and_report(che
     assert [cell.choices["run"] for cell in cells(grid)] == ["exact", "uncorrected", "token-tis"]
     assert grid.axes["run"]["token-tis"] == {"rollout.lag": 16, "correction": "token-tis"}
     assert grid.comparison and grid.comparison.label(grid.comparison.corrected) == "16 updates old, token-tis"
-    assert grid.comparison.rows == f"{checkout}/benchmarks/collapse/results/quickstart.csv"
+    assert grid.comparison.rows == f"{checkout}/benchmarks/collapse/quickstart.csv"
 
 
 @pytest.mark.parametrize("refused", ["correction=none", "rollout.lag=4"])
