@@ -28,6 +28,8 @@ CASES: dict[str, list[str]] = {
     "amplified": ["rollout.amplify=0.3"],
     "new noise": (noise := ["rollout.amplify=3", "train.lr=1e-9", "train.eval_samples=256"]),
     "fixed noise": [*noise, "rollout.amplify_fixed=true"],
+    "another draw": [*noise, "rollout.amplify_fixed=true", "rollout.amplify_seed=5"],
+    "draw of the job": [*noise, "rollout.amplify_fixed=true", "rollout.amplify_seed=1"],
     "hidden temperature": ["rollout.hidden.temperature=0.5", "rollout.dtype=fp32"],
     "masked": (mask := ["rollout.amplify=0.3", "correction={preset: token-mis, weight: {upper: 1.02}}"]),
     "masked at random": [*mask, "train.control=random-mask"],
@@ -114,9 +116,11 @@ def test_equal_precision_leaves_no_gap_and_less_precision_a_larger_one(runs: Pat
 
 
 def test_fixed_noise_is_the_same_at_every_sync(runs: Path):
-    for name in ("fixed noise", "new noise"):
+    for name in ("fixed noise", "new noise", "another draw"):
         first, last = (r["eval/accuracy"] for r in read_metrics(runs / name / "metrics.jsonl") if "eval/accuracy" in r)
-        assert (first == last) == (name == "fixed noise")
+        assert (first == last) == (name != "new noise")
+    # train.seed is 1
+    assert mean_k3(runs, "draw of the job") == mean_k3(runs, "fixed noise") != mean_k3(runs, "another draw")
 
 
 def test_hidden_sampling_draws_other_tokens_and_k3_does_not_see_it(runs: Path):

@@ -43,6 +43,7 @@ def read(text: str) -> JobSettings:
         ("rollout: {engine: sglang, hidden: {top_p: 0.9}}", "hidden must keep its defaults when engine is 'sglang'"),
         ("rollout: {engine: recorded, recorded_path: x, hidden: {top_p: 0.9}}", "hidden must keep its defaults when"),
         ("rollout: {amplify_fixed: true}", "rollout: amplify_fixed must be false where no weights are served"),
+        ("rollout: {amplify: 0.1, amplify_seed: 3}", "rollout: amplify_seed must be null without amplify_fixed"),
     ],
 )
 def test_a_wrong_value_is_one_sentence_naming_the_field(text, message):
