@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning, NoUpdateWarning
+from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning, Note, NoUpdateWarning
 from megatron_rc.engine import RolloutEngine
 from megatron_rc.learning_rate.rule import resume, state_of
 from megatron_rc.learning_rate.scale import LRScale, Signals
@@ -174,10 +174,12 @@ class Job:
             measured = result.metrics.get("old/measured_upper", math.nan)
             if not math.isnan(measured):
                 self.progress.measured_upper = measured
+            self.progress.sketch = result.sketch
             lost = self.lost_batch.see(result.metrics, self.settings.correction, self.pair)
             others = (warning.see(result.metrics) for warning in (self.clip_pull, self.no_update))
             for warning in filter(None, (lost, *others)):
-                self.observers.message(f"WARNING, step {self.progress.step}: {warning}")
+                kind = "note" if isinstance(warning, Note) else "WARNING"
+                self.observers.message(f"{kind}, step {self.progress.step}: {warning}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             metrics, failure = result.metrics, None
@@ -243,6 +245,7 @@ class Job:
                 version=self.progress.weight_version,
                 sampling_weights=self.sampling_weights,
                 measured_upper=self.progress.measured_upper,
+                sketch=self.progress.sketch,
                 lr_rule=self.lr_rule,
                 routing=self.routing,
             ),

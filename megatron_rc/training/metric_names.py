@@ -38,6 +38,11 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "ess_seq_predicted": JobMetric(
             "share", "S / sum exp(2 T k3), what ess_seq would be if all gaps were small and honest; below 1/S for none"
         ),
+        "persistence": JobMetric(
+            "",
+            "cosine of the sums of pi / mu - 1 by token id of this rollout and the one before: near 1 they differ in "
+            "the same way at every sync, near 0 anew; from the second rollout on",
+        ),
         "lag": JobMetric("versions", "age of the weights that sampled a token, mean over tokens"),
         "eval/accuracy": _ACCURACY,
     },

@@ -26,6 +26,8 @@ class Progress:
     """Name and state of the learning-rate rule after the finished steps; None when the job has none."""
     measured_upper: float = FIRST
     """The bound C with the least error on the last rollout, for a weight with upper "measured"."""
+    sketch: tuple[float, ...] = ()
+    """Where sampler and trainer differed in the last rollout, by token id: `persistence`."""
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from jobs import settings_file, started, train
 from warm_models import TASK, warm_model
 
 from megatron_rc import schema
-from megatron_rc.correction.warnings import ClipPullWarning
+from megatron_rc.correction.warnings import ClipPullWarning, Note
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.job import JobSettings
 
@@ -20,7 +20,14 @@ JOB: dict[str, Any] = {
 CASES = {
     "dropped": ["correction={reject: [{level: token, lower: 1.5}]}", "train.steps=11", "rollout.prompts_per_step=2"],
     "exact sampler": ["correction.old=rollout"],
-    "noise": ["correction.old=rollout", "rollout.amplify=0.4"],
+    "noise": ["correction.old=rollout", "rollout.amplify=0.4", "train.steps=9"],
+    "fixed noise": [
+        "correction.old=rollout",
+        "rollout.amplify=0.2",
+        "rollout.amplify_fixed=true",
+        "train.steps=9",
+        "rollout.prompts_per_step=24",
+    ],
     # a response needs a digit and the stop token
     "no reward": ["rollout.max_new_tokens=1", "train.steps=11", "rollout.prompts_per_step=2"],
 }
@@ -61,11 +68,23 @@ def watch(**fields: Any) -> ClipPullWarning:
     return ClipPullWarning(settings.correction, fresh=settings.fresh)
 
 
-def test_the_warning_of_the_clip_names_the_share_and_comes_once() -> None:
+def seen(warning: ClipPullWarning, *persistence: float, **changed: float) -> list[str | None]:
+    return [warning.see(CLIPPED | changed | {"persistence": each}) for each in persistence]
+
+
+def test_the_clip_is_noted_at_once_and_warned_of_when_the_gap_has_persisted_for_five_rollouts() -> None:
     warning = watch()
-    assert warning.see(CLIPPED | {"clip_low": 0.01}) is None
-    assert "acts on 7% of the tokens of fresh rollouts" in (warning.see(CLIPPED) or "")
-    assert warning.see(CLIPPED) is None
+    first = warning.see(CLIPPED | {"clip_low": 0.05})
+    assert isinstance(first, Note) and "acts on 8.0% of the tokens of fresh rollouts" in first
+    *before, last, after = seen(warning, 0.9, 0.8, 0.9, 0.6, 0.8, 0.9, clip_low=0.01)
+    assert before == [None] * 4 and after is None and last is not None and not isinstance(last, Note)
+    assert "acts on 4.0%" in last and "0.5 times the share of the first one" in last and "persistence 0.80" in last
+
+
+def test_a_gap_that_is_new_at_every_sync_or_within_the_bounds_is_not_warned_of() -> None:
+    anew = seen(watch(), 0.68, 0.94, -0.74, -0.42, 0.7, -0.91, 0.5, 0.5, 0.81, 0.52)
+    assert isinstance(anew[0], Note) and anew[1:] == [None] * 9
+    assert seen(watch(), *[0.9] * 9, clip_low=0.004, clip_high=0.004) == [None] * 9
 
 
 @pytest.mark.parametrize(
@@ -83,13 +102,12 @@ def test_clipping_that_has_another_cause_warns_of_nothing(fields: dict[str, Any]
     assert watch(**fields).see(metrics) is None
 
 
-def test_a_job_with_a_sampler_that_is_off_warns(runs: Any) -> None:
-    for name in ("exact sampler", "noise"):
+def test_a_job_with_a_sampler_that_is_off_in_the_same_way_warns(runs: Any) -> None:
+    found = {}
+    for name in ("exact sampler", "noise", "fixed noise"):
         said, metrics = runs[name]
-        clipped = [record["clip_low"] + record["clip_high"] for record in metrics]
-        warned = re.findall(r"WARNING, step (\d+): the clip acts on (\d+)% of the tokens", said)
-        if name == "exact sampler":
-            assert clipped == [0.0] * 3 and not warned
-        else:
-            first = next(place for place, share in enumerate(clipped) if share > 0.05)
-            assert warned == [(str(first + 1), f"{100 * clipped[first]:.0f}")]
+        # from the second rollout on, and 0 without a gap
+        assert ["persistence" in record for record in metrics] == [False] + [True] * (len(metrics) - 1)
+        found[name] = re.findall(r"(note|WARNING), step (\d+): the clip acts on", said)
+    assert found["exact sampler"] == [] and [kind for kind, _ in found["noise"]] == ["note"]
+    assert "WARNING" in dict(found["fixed noise"]), [record.get("persistence") for record in runs["fixed noise"][1]]

@@ -25,6 +25,7 @@ from megatron_rc.settings.loss import LossSettings
 from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
+from megatron_rc.training.persistence import add_persistence, sketch
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
 from megatron_rc.training.step.control import controlled
@@ -46,6 +47,8 @@ class StepResult:
     columns: dict[str, Tensor]
     """[N] values over the rows of ``share``, by their column of the dump; only on the last pipeline stage after an old
     pass."""
+    sketch: tuple[float, ...]
+    """Where sampler and trainer differ, by token id: `persistence`."""
 
     def trained_part(self, groups: Groups) -> "TrainedPart | None":
         """What this rank knows of its share, on the host; None on all but one rank of those that share it."""
@@ -112,6 +115,8 @@ class StepState:
     """Older versions of the weights, which split the gap where their samples are in the batch."""
     measured_upper: float = FIRST
     """Bound of a weight with upper "measured"; the metric old/measured_upper is the next one."""
+    sketch: Sequence[float] = ()
+    """That of the step before."""
     lr_rule: LRScale | None = None
     """Scales the learning rate by what is measured before the first update: on the whole rollout, or, where the
     correction has no old pass, on its first mini-batch."""
@@ -183,7 +188,8 @@ def reinforce_step(
     metrics |= rate.metrics() | update_metrics(updates, policy.groups)
     k3 = metrics.get("old/k3" if three_policy else "current/k3", math.nan)
     metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths.tolist(), k3)}
-    return StepResult(metrics, batch, share, passes.columns)
+    found = add_persistence(metrics, state.sketch)
+    return StepResult(metrics, batch, share, passes.columns, found)
 
 
 @dataclass(kw_only=True)
@@ -256,6 +262,7 @@ class _Step:
         )
         sums = MetricSums().merge(self.corrected.metrics.prefixed("old/"))
         sums.merge(MetricSums.of_means({"entropy": (described.entropy.sum(), local.loss_mask.sum())}))
+        sums.merge(sketch(old, local.rollout_logprobs, local.targets, local.loss_mask))
         self.columns = {name: values for name, values in described._asdict().items() if values is not None}
         self.columns["old_logprobs"] = self.columns.pop("logprobs")
         self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
@@ -307,9 +314,13 @@ class _Step:
             take_step=self.settings.take_step,
         )
         sums = merged([o.sums for o in result.outputs])
-        if routes is None or not groups.last_stage:
+        if not groups.last_stage:
             return result, sums
         current = torch.cat([o.logprobs for o in result.outputs])
+        if first == 0 and self.old_logprobs is None:
+            sums.merge(sketch(current, batch.rollout_logprobs, batch.targets, batch.loss_mask))
+        if routes is None:
+            return result, sums
         old = None if self.old_logprobs is None else self.old_logprobs[rows]
         shift, replayed = routes.after_update(batch, rows, current, old)
         if shift:
