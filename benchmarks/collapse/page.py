@@ -130,7 +130,7 @@ def ranking(frame: pd.DataFrame, gap: str = "lag-16") -> str:
     """Every method at a gap and the usual learning rate, the one that ends highest first."""
     here = frame[(frame.task == "arithmetic") & (frame.seed < TUNING)]
     names = here.run.str.extract(rf"^{gap}-(.+)-lr-3e-4-plain$")[0].dropna().unique()
-    arms = {name: rows_of(here, f"{gap}-{name}") for name in names}
+    arms = {name: here[here.run == f"{gap}-{name}-lr-3e-4-plain"] for name in names}
     order = sorted(arms, key=lambda name: -arms[name].groupby("seed").final.mean().mean())
     lines = []
     for name in order:

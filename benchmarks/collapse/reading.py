@@ -34,7 +34,7 @@ CLIP = (0.8, 1.28)
 NAMES = {
     "grad_norm": ("grad_norm",),
     "length": ("response_length/mean",),
-    "entropy": ("entropy",),
+    **{name: (name,) for name in ("entropy", "clip_high", "clip_low")},
     **{name: (f"old/{key}", f"current/{key}") for name, key in
        (("k3", "k3"), ("log_ppl", "train_log_ppl"), ("dropped", "masked_token"))},
 }  # fmt: skip
@@ -85,14 +85,14 @@ def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
     quarter = max(1, len(trained) // 4)
     early, late = trained[:quarter], trained[-quarter:]
     k3_early = _average(early, "k3", statistics.median)
-    clipped = [record.get("clip_high", NAN) + record.get("clip_low", NAN) for record in trained[:quarter]]
-    first, second = statistics.fmean(clipped[:10]), statistics.fmean(clipped[10:20] or [NAN])
+    clipped = np.add(_values(early, "clip_high"), _values(early, "clip_low"))
+    first, second = _mean(clipped[:10]), _mean(clipped[10:20])
     pairs = [(a, b) for a, b in zip(*(_values(trained, n) for n in ("entropy", "k3")), strict=True) if a == a and b > 0]
     return {
         "k3_early": k3_early,
         "depth": _average(early, "length") / horizon(k3_early),
         "length": _average(trained, "length"),
-        "clipped": statistics.fmean(clipped),
+        "clipped": _mean(clipped),
         "growth": second / first if first else NAN,
         "entropy": _average(late, "entropy"),
         "entropy_k3": float(stats.spearmanr(pairs).statistic) if len(pairs) > 2 else NAN,
@@ -144,6 +144,11 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
 def _values(records: Records, name: str) -> list[float]:
     values = (next((r[key] for key in NAMES[name] if r.get(key) is not None), NAN) for r in records)
     return [float(value) for value in values]
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else NAN
 
 
 def _average(records: Records, name: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
