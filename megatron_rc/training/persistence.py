@@ -12,6 +12,8 @@ SIZE = 256
 """Numbers of a sketch; a cosine of two sketches is off by about 1 / sqrt(SIZE), 6 %."""
 LARGEST = 10.0
 """Ratio above which a token counts as this one, so that a few do not decide."""
+_UNIT = 2.0**32
+"""1 in whole numbers; 100 million tokens of the LARGEST ratio fit into 64 bits."""
 _NAMES = tuple(f"sketch/{place}" for place in range(SIZE))
 
 
@@ -20,8 +22,8 @@ def sketch(train_logprobs: Tensor, rollout_logprobs: Tensor, targets: Tensor, lo
 
         s[bucket(v)] += sign(v) sum over the tokens of id v of (min(rho, LARGEST) - 1)
 
-    The mean of rho - 1 under mu is sum_v pi(v) - mu(v) over the contexts of v: noise that is drawn anew leaves no
-    direction in it, while the mean log-ratio is below 0 for every id.
+    Under mu its mean is pi(v) - mu(v), added up over the contexts of v: noise that is drawn anew leaves no direction in
+    it, while the mean log-ratio is below 0 for every id. Sums are of whole numbers, so that no order of adding matters.
 
     Args:
         train_logprobs: [N] fp32, nats; rollout_logprobs: the same of the sampler; targets: [N] ids that they are of.
@@ -32,8 +34,8 @@ def sketch(train_logprobs: Tensor, rollout_logprobs: Tensor, targets: Tensor, lo
     rest = (train_logprobs - rollout_logprobs).double().exp().clamp(max=LARGEST) - 1
     mixed = targets.long() * 2_654_435_761 % 2**32
     sign = 1 - 2 * (mixed >> 23 & 1)
-    kept = torch.where(loss_mask & rest.isfinite(), rest, 0) * sign
-    sums = kept.new_zeros(SIZE).index_add_(0, mixed >> 24, kept)
+    whole = (torch.where(loss_mask & rest.isfinite(), rest, 0) * _UNIT).round().long() * sign
+    sums = whole.new_zeros(SIZE).index_add_(0, mixed >> 24, whole).double() / _UNIT
     return MetricSums.of_vector(torch.cat([sums, torch.ones_like(sums)]), totals=_NAMES)
 
 
