@@ -45,10 +45,13 @@ NEAREST = 1e-4
 
 def draw(frame: pd.DataFrame, images: Path) -> None:
     """Write the figures."""
+    from matplotlib import rc_context
+
     for name, figure in (("arms", arms(frame)), ("cliff", cliff(frame))):
         mark = {"Description": rows_hash(), "Software": None}
         figure.savefig(images / f"collapse_{name}.png", dpi=110, metadata=mark)
-    dead_zone().savefig(images / "dead_zone.svg", metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.hashsalt": "megatron_rc"}):
+        dead_zone().savefig(images / "dead_zone.svg", metadata={"Date": None, "Creator": None})
 
 
 def rows_hash() -> str:
@@ -56,11 +59,9 @@ def rows_hash() -> str:
 
 
 def _figure(title: str, size: tuple[float, float]) -> Any:
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "megatron_rc"}):
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
     return figure
 

@@ -98,8 +98,8 @@ def fields(frame: pd.DataFrame) -> Mapping[str, Any]:
     counted_rows = frame[frame.seed < TUNING]
     return _Fields(
         of_arms,
-        headline=headline(frame),
-        ranking=ranking(frame),
+        headline=headline(frame).strip(),
+        ranking=ranking(frame).strip(),
         noise=f"{100 * replicate_spread(frame):.0f}",
         runs=len(counted_rows),
         hours=f"{frame.seconds.sum() / 3600:.0f}",
@@ -129,7 +129,7 @@ def replicate_spread(frame: pd.DataFrame) -> float:
 def ranking(frame: pd.DataFrame, gap: str = "lag-16") -> str:
     """Every method at a gap and the usual learning rate, the one that ends highest first."""
     here = frame[(frame.task == "arithmetic") & (frame.seed < TUNING)]
-    names = here.run.str.extract(rf"^{gap}-(.+)-lr-3e-4-plain$")[0].dropna().unique()
+    names = here.run.str.extract(rf"^{gap}-(?!in-)(.+)-lr-3e-4-plain$")[0].dropna().unique()
     arms = {name: here[here.run == f"{gap}-{name}-lr-3e-4-plain"] for name in names}
     order = sorted(arms, key=lambda name: -arms[name].groupby("seed").final.mean().mean())
     lines = []

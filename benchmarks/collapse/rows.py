@@ -78,9 +78,15 @@ class Row:
 
 
 def add(rows: Iterable[Row], file: Path = FILE) -> int:
-    """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are."""
+    """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are.
+
+    What only a whole dump tells stays known where the run was made again without one.
+    """
     known = {row.key: row for row in (read_csv(Row, file) if file.exists() else [])}
-    known |= {row.key: row for row in rows}
+    for row in rows:
+        before = known.get(row.key, row)
+        kept = {name: getattr(before, name) for name in ("outside", "persistence") if math.isnan(getattr(row, name))}
+        known[row.key] = dataclasses.replace(row, **kept)
     write_csv(Row, [known[key] for key in sorted(known)], file, digits=4)
     return len(known)
 

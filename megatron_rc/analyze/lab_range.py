@@ -9,8 +9,8 @@ from megatron_rc.analyze.evidence import Evidence
 SILENT = 1.5
 """Factor by which a dump may be beyond a range without a word."""
 FAILED_K3 = 0.012
-"""nats per token; smallest early k3 of a run without a correction that failed (docs/collapse.md: policies that were 16
-updates old, responses of 512 tokens). No correction is never recommended from here on."""
+"""nats per token; smallest early k3 of a run without a correction that failed (docs/collapse_evidence.md: policies that
+were 16 updates old, responses of 512 tokens). No correction is never recommended from here on."""
 
 
 class LabRange(NamedTuple):
@@ -45,7 +45,7 @@ class LabRange(NamedTuple):
         return tuple(out)
 
 
-LAB = LabRange(depth=3.4, length=(6.7, 7.1), vocabulary=16)
-"""Ranges over benchmarks/collapse/results, rounded outwards: arms with a correction and without controls, with five
+LAB = LabRange(depth=3.1, length=(6.7, 7.2), vocabulary=16)
+"""Ranges over benchmarks/collapse/runs.csv, rounded outwards: arms with a correction and without controls, with five
 seeds or more, learning rates up to 3e-4 and no failed run. A run that fails widens its own gap, runs without a
 correction reach farther, and a correction under which some seeds of an arm fail does not hold."""

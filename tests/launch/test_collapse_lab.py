@@ -57,7 +57,7 @@ def test_its_help_names_every_stage_and_option() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--stage", "mechanism,nothing"], "there is no stage 'nothing' here; known: mechanism clip recovery presets rates"),
+        (["--stage", "mechanism,nothing"], "there is no stage 'nothing' here; known: mechanism clip recovery"),
         (["--quick", "--stage", "rates"], "there is no stage 'rates' here; known: quick"),
         (["--task", "mine.jsonl"], "--task and --model need each other"),
         (["--task", "no/such.jsonl", "--model", "."], "--task: there is no file no/such.jsonl"),

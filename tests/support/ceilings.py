@@ -7,8 +7,8 @@ WORDS = 39_990
 """Words of the documents in docs/ that are written by hand."""
 
 GENERATED = (
-    "settings", "presets", "metrics", "versions", "collapse", "collapse_evidence", "gradients", "rules/confusion", "rules/reference",
-    "hosts/support", "real", "atlas", "analyze_json",
+    "settings", "presets", "metrics", "versions", "collapse", "collapse_evidence", "gradients", "rules/confusion",
+    "rules/reference", "hosts/support", "real", "atlas", "analyze_json",
 )  # fmt: skip
 """Documents that a command prints (see `make docs`), or that a test holds to the code row by row."""
 
