@@ -25,8 +25,8 @@ MOST_CLIPPED = 0.05
 LEAST_CLIPPED = 0.01
 """The same where it is known to persist; half of the runs of the lab collapsed that began at 0.3 to 1.2 %."""
 PERSISTENT = 0.5
-"""Mean persistence over `FEWEST` rollouts above which a gap is the same at every sync: fixed noise has 0.7 to 0.9,
-weights of 3 bits 0.6, noise that is drawn anew 0.5 at most, in a vocabulary of 16 ids, where chance is largest."""
+"""Mean persistence over `FEWEST` rollouts above which a gap is the same at every sync. In a vocabulary of 16 ids, where
+chance is largest, fixed noise has 0.7 to 0.9, weights of 3 bits 0.6, and noise that is drawn anew 0.5 at most."""
 FEWEST = 5
 """Rollouts whose persistence is averaged; over two, noise that is drawn anew can look like fixed noise."""
 _logger = logging.getLogger(__name__)

@@ -92,7 +92,7 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
     nothing: dict[str, Any] = dict.fromkeys(("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"))
     nothing |= dict.fromkeys(("total_lengths", "response_lengths"))
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("when='negative_advantage' in tis", lambda: slime.tis(args(correction=NEGATIVE), **nothing)),
+        ("by the sign of an advantage in tis", lambda: slime.tis(args(correction=NEGATIVE), **nothing)),
         ("--use-tis must be off for loss", lambda: slime.loss(args(), {}, torch.zeros(1), torch.sum)),
         ("--use-tis must be off with rollout_data", lambda: slime.rollout_data(args(), 0, {})),
         ("megatron_rc.aggregation must be set", lambda: slime.pg_loss_reducer([], [], [], False)),
