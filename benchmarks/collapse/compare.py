@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from collapse.rows import CHOOSING, NAN, TUNING, UNSEEN, full_name
+from collapse.rows import NAN, TUNING, UNSEEN, full_name
 
 LEAST = 5
 """Seeds below which a difference is shown and nothing is decided."""
@@ -47,11 +47,7 @@ def difference(arm: pd.DataFrame, other: pd.DataFrame, column: str = "final") ->
     ``column`` k3_early is compared in its logarithm to base 10.
     """
     one, two = (_values(rows, column) for rows in (arm, other))
-    pairs = [(seed, one[seed, warm] - two[seed, warm]) for seed, warm in one.keys() & two.keys()]
-    by_seed: dict[int, list[float]] = {}
-    for seed, gap in pairs:
-        by_seed.setdefault(seed, []).append(gap)
-    gaps = [statistics.fmean(each) for each in by_seed.values()]
+    gaps = (one - two).dropna().groupby("seed").mean().tolist()
     if len(gaps) > 1:
         # a sum of equal numbers has no spread to test by
         test = stats.ttest_1samp(gaps, 0) if np.ptp(gaps) > 0 else None
@@ -62,7 +58,7 @@ def difference(arm: pd.DataFrame, other: pd.DataFrame, column: str = "final") ->
         return Difference(
             statistics.fmean(gaps), *map(float, bounds), statistics.median(gaps), len(gaps), above, p, sign_p, True
         )
-    first, second = (list(_by_seed(each).values()) for each in (one, two))
+    first, second = (each.groupby("seed").mean().tolist() for each in (one, two))
     least = min(len(first), len(second))
     if least < 2:
         return Difference(NAN, NAN, NAN, NAN, least, 0, NAN, NAN, False)
@@ -73,14 +69,10 @@ def difference(arm: pd.DataFrame, other: pd.DataFrame, column: str = "final") ->
     )
 
 
-def _values(rows: pd.DataFrame, column: str) -> dict[tuple[int, str], float]:
+def _values(rows: pd.DataFrame, column: str) -> pd.Series:
+    """By seed and warm-up."""
     values = rows.set_index(["seed", "warm"])[column].dropna()
-    return (np.log10(values.clip(lower=UNSEEN)) if column == "k3_early" else values).to_dict()
-
-
-def _by_seed(values: dict[tuple[int, str], float]) -> dict[int, float]:
-    seeds = {seed for seed, _ in values}
-    return {seed: statistics.fmean(v for (each, _), v in values.items() if each == seed) for seed in seeds}
+    return np.log10(values.clip(lower=UNSEEN)) if column == "k3_early" else values
 
 
 def answers(differences: Sequence[Difference]) -> list[str]:
@@ -94,11 +86,6 @@ def answers(differences: Sequence[Difference]) -> list[str]:
         "too few seeds" if not counts else "undecided" if not next(rejected) else "higher" if each.mean > 0 else "lower"
         for each, counts in zip(differences, counted, strict=True)
     ]
-
-
-def without_choosing(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of seeds on which no setting was found."""
-    return rows[~rows.seed.isin(CHOOSING)]
 
 
 def fall_p(arm: pd.DataFrame, other: pd.DataFrame) -> float:

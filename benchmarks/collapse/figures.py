@@ -8,13 +8,12 @@ import numpy as np
 import pandas as pd
 
 from collapse.compare import rows_of
-from collapse.page import GAPS, counted
+from collapse.page import GAPS, TREATMENTS, counted
 from collapse.rows import FILE
 from megatron_rc.drawing.colours import LIGHT, METHODS, OTHER
 from megatron_rc.report.picture import SOFT, style_axes
 from megatron_rc.report.picture import TEXT as INK
 
-COLUMNS = {"no correction": "none", "old: rollout": "two-policies", "token-tis": "token-tis", "seq-tis": "seq-tis"}
 COLOURS = {
     "two-policies": LIGHT[METHODS["none, old: rollout"]],
     **{name: LIGHT[METHODS[name]] for name in ("none", "token-tis", "seq-tis")},
@@ -23,24 +22,21 @@ COLOURS = {
     "dppo": LIGHT["red"],
 }
 """Colour of each method, the same in every figure of the project."""
-LABELS = {"two-policies": "old: rollout", "none": "recomputed", "no-clip": "old: rollout, clip off",
+LABELS = {"two-policies": "old: rollout", "none": "recomputed, no correction", "no-clip": "old: rollout, clip off",
           "both-signs": "recomputed, tokens outside masked"}  # fmt: skip
 KINDS = {
     "same noise at every sync": (("fixed-0.05", "fixed-0.1", "fixed-0.2"), "o"),
     "3 or 4 bits": (("int3", "int4"), "s"),
-    "noise drawn anew": (("new-0.2",), "^"),
+    "new noise at every sync": (("new-0.2",), "^"),
     "16 updates old": (("lag-16",), "D"),
 }
 """Gaps by how persistent they are, and the marker of each kind."""
 MEASURED = {
     "dense, bf16 (tunix #2061)": (6e-4, 6e-4),
-    "SmolLM2, bf16 (real.md)": (5.3e-3, 5.3e-3),
     "VLA, lr 0 (RLinf #1534)": (0.046, 0.046),
     "dropout left on (reef #536)": (0.15, 0.54),
 }
 """Shares of tokens outside the clip that others measured."""
-NEAREST = 1e-4
-"""Smallest share outside the clip that is drawn."""
 
 
 def draw(frame: pd.DataFrame, images: Path) -> None:
@@ -69,17 +65,19 @@ def _figure(title: str, size: tuple[float, float]) -> Any:
 def arms(frame: pd.DataFrame) -> Any:
     """Held-out accuracy by step: two gaps by four treatments, every run, their mean, and the exact sampler's."""
     figure = _figure("Held-out accuracy of every run", (11, 5))
-    panels = figure.subplots(2, len(COLUMNS), sharex=True, sharey=True)
+    panels = figure.subplots(2, len(TREATMENTS), sharex=True, sharey=True)
     exact = _mean(rows_of(frame, "exact-none"))
     for line, (words, gap) in zip(panels, GAPS.items(), strict=True):
-        for axes, (title, method) in zip(line, COLUMNS.items(), strict=True):
+        for axes, method in zip(line, TREATMENTS.values(), strict=True):
             style_axes(axes)
             rows = rows_of(frame, f"{gap}-{method}")
             for values in rows.accuracy[rows.accuracy.map(len) == exact.size]:
                 axes.plot(10 * np.arange(exact.size), values, color=COLOURS[method], lw=0.7, alpha=0.45)
             axes.plot(10 * np.arange(exact.size), _mean(rows), color=COLOURS[method], lw=2.2)
             axes.plot(10 * np.arange(exact.size), exact, color=SOFT, lw=1.2, ls="--")
-            axes.set_title(f"{title}: {counted(rows, 'failed')} failed", fontsize=9.5, color=INK, loc="left")
+            axes.set_title(
+                f"{LABELS.get(method, method)}: {counted(rows, 'failed')} failed", fontsize=9.5, color=INK, loc="left"
+            )
             axes.set_ylim(0, 1)
         line[0].set_ylabel(words, color=INK, fontsize=9.5)
     figure.supxlabel("step; dashed: mean of the exact sampler", fontsize=9, color=SOFT)
@@ -107,7 +105,7 @@ def cliff(frame: pd.DataFrame) -> Any:
             for method, colour in COLOURS.items():
                 rows = rows_of(frame, f"{gap}-{method}")
                 rows = rows[rows.seed.isin(outside.index)]
-                place = outside.reindex(rows.seed).clip(lower=NEAREST)
+                place = outside.reindex(rows.seed)
                 axes.scatter(place, rows.relative, s=26, marker=marker, color=colour, alpha=0.8, lw=0)
                 if len(rows):
                     drawn[LABELS.get(method, method)] = colour

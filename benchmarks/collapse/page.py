@@ -3,14 +3,14 @@
 import functools
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from collapse.compare import Difference, answers, difference, fall_p, rows_of, without_choosing
-from collapse.rows import TUNING, UNSEEN, full_name
+from collapse.compare import Difference, answers, difference, fall_p, rows_of
+from collapse.rows import CHOOSING, TUNING, UNSEEN, full_name
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
 
@@ -22,6 +22,8 @@ TREATMENTS = {
     "`token-tis`": "token-tis",
     "`seq-tis`": "seq-tis",
 }
+Z_LIMIT = 3.0
+"""A z_W farther from 0 is seen as hidden sampling; honest samples pass 997 times in 1,000."""
 REFERENCE = "seq-tis"
 """Method that all others are compared with in the ranking."""
 
@@ -60,44 +62,33 @@ def k3(frame: pd.DataFrame, gap: str) -> float:
     return float(rows_of(frame, f"{gap}-none").k3_early.median())
 
 
-class _Fields(dict[str, Any]):
-    """Fields of page.md; `arm` in {final:arm}, {failed:arm} and {seeds:arm} names runs."""
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(f"page.md names {key}, which the lab does not print")
+NUMBERS: dict[str, Callable[[pd.DataFrame], str]] = {
+    "final": lambda rows: percent(rows.final),
+    "failed": lambda rows: counted(rows, "failed"),
+    "seeds": lambda rows: str(rows.seed.nunique()),
+    "k3": lambda rows: f"{rows.k3_early.median():.2g}",
+    "outside": lambda rows: f"{100 * rows.outside.median():.2g} %",
+    "persistence": lambda rows: f"{rows.persistence.median():.2f}",
+}
+"""What page.md prints of an arm: {final:fixed-0.2-none}."""
 
 
 class _Of:
-    """Formats a number of the arm that a field of page.md names."""
+    """A number of the arm that a field of page.md names."""
 
-    def __init__(self, frame: pd.DataFrame, name: str) -> None:
-        self.frame, self.name = frame, name
+    def __init__(self, frame: pd.DataFrame, number: Callable[[pd.DataFrame], str]) -> None:
+        self.frame, self.number = frame, number
 
     def __format__(self, arm: str) -> str:
-        rows = rows_of(self.frame, arm)
-        if rows.empty:
+        if (rows := rows_of(self.frame, arm)).empty:
             raise ValueError(f"page.md: no run is called {full_name(arm)}")
-        match self.name:
-            case "seeds":
-                return str(rows.seed.nunique())
-            case "k3":
-                return f"{rows.k3_early.median():.2g}"
-            case "outside":
-                return f"{100 * rows.outside.median():.2g} %"
-            case "persistence":
-                return f"{rows.persistence.median():.2f}"
-            case "failed" | "collapsed":
-                return counted(rows, self.name)
-        return percent(rows.final)
+        return self.number(rows)
 
 
 def fields(frame: pd.DataFrame) -> Mapping[str, Any]:
     """What page.md names."""
-    names = ("final", "failed", "collapsed", "seeds", "k3", "outside", "persistence")
-    of_arms = {name: _Of(frame, name) for name in names}
     counted_rows = frame[frame.seed < TUNING]
-    return _Fields(
-        of_arms,
+    return {name: _Of(frame, number) for name, number in NUMBERS.items()} | dict(
         headline=headline(frame).strip(),
         ranking=ranking(frame).strip(),
         noise=f"{100 * replicate_spread(frame):.0f}",
@@ -114,16 +105,14 @@ def headline(frame: pd.DataFrame) -> str:
     for words, method in TREATMENTS.items():
         arms = [rows_of(frame, f"{gap}-{method}") for gap in GAPS.values()]
         lines.append([words, *(f"{percent(rows.final)}, {counted(rows, 'failed')} failed" for rows in arms)])
-    exact = rows_of(frame, "exact-none")
-    lines.append(["(exact sampler)", *[f"{percent(exact.final)}, {counted(exact, 'failed')} failed"] * 2])
+    lines.append(["(exact sampler)", *[percent(rows_of(frame, "exact-none").final)] * 2])
     return table(heads, lines)
 
 
 def replicate_spread(frame: pd.DataFrame) -> float:
     """Standard deviation of the final accuracy of one recipe and seed from two warm-ups of the same kind."""
-    of_recipe = frame[frame.task == "arithmetic"].groupby(["run", "seed"]).final
-    variances = of_recipe.var()[of_recipe.count() > 1]
-    return math.sqrt(variances.mean())
+    # the variance of one run alone is NaN
+    return math.sqrt(frame[frame.task == "arithmetic"].groupby(["run", "seed"]).final.var().mean())
 
 
 def ranking(frame: pd.DataFrame, gap: str = "lag-16") -> str:
@@ -138,9 +127,10 @@ def ranking(frame: pd.DataFrame, gap: str = "lag-16") -> str:
         shown = "" if name == REFERENCE else points(difference(rows, arms[REFERENCE]))
         lines.append(
             [f"`{name}`" if name != "two-policies" else "`none`, `old: rollout`", f"{seeds.size}, {len(rows)}",
-             f"{100 * seeds.mean():.0f} %", f"{100 * rows.final.min():.0f} %", shown, counted(rows, "failed")]
+             f"{100 * seeds.mean():.0f} %", f"{100 * rows.final.min():.0f} %", shown, counted(rows, "failed"),
+             f"{100 * rows.dropped.mean():.0f} %" if rows.dropped.max() > 0 else ""]
         )  # fmt: skip
-    heads = ("method", "seeds, runs", "mean", "lowest run", f"points above {REFERENCE}, 95 %", "failed")
+    heads = ("method", "seeds, runs", "mean", "lowest run", f"points above {REFERENCE}, 95 %", "failed", "dropped")
     return table(heads, lines)
 
 
@@ -176,6 +166,8 @@ def evidence(frame: pd.DataFrame) -> Iterator[str]:
         yield from _answered(each, frame)
     yield "## Size and persistence of each gap"
     yield _gaps(frame)
+    yield "## What the clip stops"
+    yield _clips(frame)
     yield "## Fresh rollouts of a bf16 sampler"
     yield "`quickstart` of `launch/recipes/methods.yaml`: k3 is 1e-5, and the whole gap is rounding."
     yield ranking(frame, "quickstart")
@@ -190,7 +182,7 @@ def evidence(frame: pd.DataFrame) -> Iterator[str]:
 def _answered(each: Question, frame: pd.DataFrame) -> Iterator[str]:
     arms = [tuple(rows_of(frame, arm, each.task) for arm in pair) for pair in each.pairs]
     gaps = [difference(*pair, each.of) for pair in arms]
-    later = [difference(*map(without_choosing, pair), each.of) for pair in arms]
+    later = [difference(*(rows[~rows.seed.isin(CHOOSING)] for rows in pair), each.of) for pair in arms]
     lines = []
     for (one, two), (arm, other), gap, rest, answer, again in zip(
         each.pairs, arms, gaps, later, answers(gaps), answers(later), strict=True
@@ -222,14 +214,29 @@ def _gaps(frame: pd.DataFrame) -> str:
         lines.append(
             [task, run.partition("-none-")[0], str(len(rows)), f"{early:.2g}" if early >= UNSEEN else "0",
              f"{rows.depth.median():.2g}" if early >= UNSEEN else "0", *("" if v != v else f"{v:.2g}" for v in values),
-             percent(rows.final), *(counted(rows, event) for event in ("fell", "collapsed", "failed"))]
+             percent(rows.final), *(counted(rows, event) for event in ("fell", "collapsed", "failed")),
+             f"{(seen.abs() > Z_LIMIT).sum()} of {seen.size}" if (seen := rows.z_surprise.dropna()).size else ""]
         )  # fmt: skip
     heads = ("task", "gap", "runs", "k3", "T / T*", "outside the clip", "persistence", "entropy with k3",
-             "gradient norm", "final", "fell", "collapsed", "failed")  # fmt: skip
+             "gradient norm", "final", "fell", "collapsed", "failed", "z_W beyond 3")  # fmt: skip
     words = """Medians over runs without a correction. k3, T / T* and the share of tokens outside [0.8, 1.28] are
-        those of the first quarter of the steps. Persistence is the mean cosine of the mean log-ratio by token id
-        of a step and of the next; entropy with k3 is their rank correlation over the steps of a run."""
+        those of the first quarter of the steps. Persistence is the metric of a job; entropy with k3 is
+        their rank correlation over the steps of a run; z_W is the test of `megatron-rc analyze` for hidden sampling."""
     return f"{_prose(words)}\n\n{table(heads, lines)}"
+
+
+def _clips(frame: pd.DataFrame) -> str:
+    """One line per gap, of the runs whose clip acts on pi / mu."""
+    lines = []
+    plain = frame[(frame.seed < TUNING) & frame.run.str.endswith("-two-policies-lr-3e-4-plain") & frame.clipped.notna()]
+    for run, rows in plain.groupby("run"):
+        clipped, growth = 100 * rows.clipped, rows.growth.dropna()
+        spread = f"{growth.min():.1f} to {growth.max():.1f}" if growth.size else ""
+        seen = str(len(rows)), f"{clipped.min():.1f} to {clipped.max():.1f} %", spread
+        lines.append([run.partition("-two-")[0], *seen, percent(rows.final), counted(rows, "failed")])
+    words = """Runs with `old: rollout`: the share of tokens that the clip stops in the first quarter of the steps, and
+        how it grows from steps 1 to 10 to steps 11 to 20, lowest to highest run."""
+    return f"{_prose(words)}\n\n{table(('gap', 'runs', 'clipped', 'growth', 'final', 'failed'), lines)}"
 
 
 def _rates(frame: pd.DataFrame) -> str:
@@ -239,13 +246,11 @@ def _rates(frame: pd.DataFrame) -> str:
     for gap, method in (("exact", "none"), *(("lag-16", name) for name in ("none", "token-tis", "seq-tis"))):
         arms = {r: frame[(frame.task == "arithmetic") & (frame.run == f"{gap}-{method}-lr-{r}-plain")] for r in rates}
         tuned = {r: rows[rows.seed >= TUNING].final.mean() for r, rows in arms.items()}
-        best = max((r for r in rates if tuned[r] == tuned[r]), key=lambda r: tuned[r])
         cells = []
         for r in rates:
-            reported = arms[r][arms[r].seed < TUNING]
-            chosen_by = f", {100 * tuned[r]:.0f} %" if tuned[r] == tuned[r] else ""
-            text = (percent(reported.final) or "–") + chosen_by
-            cells.append(f"**{text}**" if r == best else text)
+            reported = percent(arms[r][arms[r].seed < TUNING].final)
+            text = f"{reported or '–'}, {100 * tuned[r]:.0f} %"
+            cells.append(f"**{text}**" if tuned[r] == max(tuned.values()) else text)
         lines.append([gap, method, *cells])
     words = f"""Mean final accuracy of the reported seeds, then of seeds {TUNING} to {TUNING + 2}, which
         choose a rate (bold) and are counted nowhere else. An optimum at an end would say that the grid is too short."""
@@ -258,11 +263,10 @@ def _order(frame: pd.DataFrame) -> str:
     lines = []
     for name in ("grad_norm", "log_ppl", "entropy", "accuracy"):
         gaps = (fallen[f"half_{name}"] - fallen.half_k3).groupby([fallen.task, fallen.seed]).mean().dropna()
-        if gaps.size > 1:
-            numbered = pd.DataFrame({"seed": range(gaps.size), "warm": "", "steps": gaps.to_numpy()})
-            gap = difference(numbered, numbered.assign(steps=0.0), "steps")
-            shown = f"{gap.mean:+.0f} [{gap.low:+.0f}, {gap.high:+.0f}]"
-            lines.append([name, str(gap.seeds), f"{gap.median:+.0f}", shown, f"{gap.sign_p:.2g}"])
+        numbered = pd.DataFrame({"seed": range(gaps.size), "warm": "", "steps": gaps.to_numpy()})
+        gap = difference(numbered, numbered.assign(steps=0.0), "steps")
+        shown = f"{gap.mean:+.0f} [{gap.low:+.0f}, {gap.high:+.0f}]"
+        lines.append([name, str(gap.seeds), f"{gap.median:+.0f}", shown, f"{gap.sign_p:.2g}"])
     heads = ("signal", "tasks x seeds", "median steps later than k3", "mean, 95 %", "sign test p")
     words = """Uncorrected runs that fell, of all gaps and rates; runs of a task and seed are one observation. A signal
         has moved when it has gone half of its way, entropy and held-out accuracy downwards."""

@@ -6,14 +6,12 @@ from pathlib import Path
 import pandas as pd
 from statsmodels.stats.power import TTestPower
 
-from collapse.rows import TUNING
+from collapse.rows import TUNING, task_of
 from megatron_rc import schema
 from megatron_rc.jobs import grid
 from megatron_rc.jobs.describe import table
 from megatron_rc.jobs.grid_settings import SEEDS
 
-SECONDS = 40.0
-"""Time of a run on a core, where no row of its task says how long one takes."""
 POWER = 0.8
 
 
@@ -27,25 +25,18 @@ def left(frame: pd.DataFrame, recipe: Path) -> list[grid.Cell]:
     return [cell for cell in grid.cells(stage) if (task, cell.folder.parent.name, cell.seed) not in known]
 
 
-def task_of(stage: grid.GridSettings) -> str:
-    config = stage.job["model"]["config"]
-    return stage.job["task"]["kind"] + (" with experts" if config.get("num_experts") else "")
-
-
 def table_of(frame: pd.DataFrame, recipes: Path) -> str:
     """Markdown: a line per recipe with runs left."""
     lines = []
     for recipe in sorted(recipes.glob("*.yaml")):
-        cells = left(frame, recipe)
-        if not cells:
+        if not (cells := left(frame, recipe)):
             continue
         seconds = frame[frame.task == task_of(grid.load(recipe))].seconds.median()
-        steps = sum(cell.steps for cell in cells) / 120
-        hours = steps * (SECONDS if math.isnan(seconds) else seconds) / 3600
         seeds = int(pd.Series([cell.folder.parent.name for cell in cells]).value_counts().median())
-        lines.append([recipe.stem, str(len(cells)), f"{hours:.1f}", str(seeds), decides(frame, seeds)])
+        hours = f"{sum(cell.steps for cell in cells) / 120 * seconds / 3600:.1f}"
+        lines.append([recipe.stem, str(len(cells)), hours, str(seeds), decides(frame, seeds)])
     heads = ("recipe", "runs left", "core-hours", "seeds", f"smallest difference found in {POWER:.0%} (points)")
-    return table(heads, lines) if lines else "every planned run has a row"
+    return table(heads, lines) if lines else "runs.csv has a row for every planned run"
 
 
 def decides(frame: pd.DataFrame, seeds: int) -> str:

@@ -4,15 +4,15 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 from scipy import ndimage, stats
 
-from collapse.rows import NAN, Row
+from collapse.rows import NAN, Row, task_of
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.jobs import verdicts
@@ -21,6 +21,7 @@ from megatron_rc.report.endpoints import METRIC
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import job as job_settings
 from megatron_rc.settings.job import JobSettings
+from megatron_rc.training.persistence import add_persistence, sketch
 
 Records = Sequence[Mapping[str, Any]]
 WINDOW = 5
@@ -59,7 +60,7 @@ def read(recipe: Path, folder: Path) -> Iterator[Row]:
         records = [r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl"]
         evaluations = [(r["step"], r[METRIC]) for r in records if r.get(METRIC) is not None]
         yield Row(
-            task=settings.task.kind + (" with experts" if settings.model.config.get("num_experts") else ""),
+            task=task_of(grid),
             run=cell.folder.parent.name,
             seed=cell.seed,
             warm=warm_up(grid.folder(grid.warm_folder) / f"seed-{cell.seed}"),
@@ -84,20 +85,20 @@ def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
     """What the metrics of the training steps say."""
     quarter = max(1, len(trained) // 4)
     early, late = trained[:quarter], trained[-quarter:]
-    k3_early = _average(early, "k3", statistics.median)
+    k3_early = _average(_values(early, "k3"), statistics.median)
     clipped = np.add(_values(early, "clip_high"), _values(early, "clip_low"))
-    first, second = _mean(clipped[:10]), _mean(clipped[10:20])
+    first, second = _average(clipped[:10]), _average(clipped[10:20])
     pairs = [(a, b) for a, b in zip(*(_values(trained, n) for n in ("entropy", "k3")), strict=True) if a == a and b > 0]
     return {
         "k3_early": k3_early,
-        "depth": _average(early, "length") / horizon(k3_early),
-        "length": _average(trained, "length"),
-        "clipped": _mean(clipped),
+        "depth": _average(_values(early, "length")) / horizon(k3_early),
+        "length": _average(_values(trained, "length")),
+        "clipped": _average(clipped),
         "growth": second / first if first else NAN,
-        "entropy": _average(late, "entropy"),
+        "entropy": _average(_values(late, "entropy")),
         "entropy_k3": float(stats.spearmanr(pairs).statistic) if len(pairs) > 2 else NAN,
-        "dropped": _average(trained, "dropped"),
-        "grad_norm": _average(trained, "grad_norm"),
+        "dropped": _average(_values(trained, "dropped")),
+        "grad_norm": _average(_values(trained, "grad_norm")),
         "seconds": sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in ("k3", "grad_norm", "log_ppl", "entropy")},
     }
@@ -115,30 +116,24 @@ def from_dump(cell: Cell, settings: JobSettings) -> dict[str, float]:
     if len(files) == settings.train.steps and settings.dump.tokens:
         # a lagging sampler has no gap before its full lag
         start = settings.rollout.lag
-        steps = [_gap(file) for file in files[start : start + settings.train.steps // 4]]
-        ratios = np.exp(np.concatenate([log_ratio for log_ratio, _ in steps]))
-        found["outside"] = float(np.mean((ratios < CLIP[0]) | (ratios > CLIP[1])))
-        found["persistence"] = statistics.fmean(cosine(one, other) for (_, one), (_, other) in pairwise(steps))
+        ratios, cosines, before = [], [], ()
+        for file in files[start : start + settings.train.steps // 4]:
+            train, rollout, ids, mask = map(torch.from_numpy, _columns(file))
+            ratios.append((train - rollout)[mask].exp())
+            metrics: dict[str, float] = {**sketch(train, rollout, ids, mask).values()}
+            before = add_persistence(metrics, before)
+            cosines += metrics.values()
+        ratio = torch.cat(ratios)
+        found["outside"] = float(((ratio < CLIP[0]) | (ratio > CLIP[1])).double().mean())
+        found["persistence"] = statistics.fmean(cosines)
     return found
 
 
-def _gap(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Log-ratios of the loss tokens of a step [N], and their mean by token id [vocabulary], 0 for ids not seen."""
-    columns = ["old_logprobs", "rollout_logprobs", "output_ids", "loss_mask"]
-    train, rollout, ids, mask = (
-        np.concatenate([np.asarray(each) for each in column])
-        for column in pq.read_table(file, columns=columns).to_pydict().values()
-    )
-    log_ratio, ids = (train - rollout)[mask], ids[mask]
-    counts = np.bincount(ids)
-    return log_ratio, np.bincount(ids, log_ratio) / np.maximum(counts, 1)
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Cosine of two vectors, of which the shorter one is filled up with 0; 0 where one of them is 0."""
-    size = min(one.size, other.size)
-    norm = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one[:size] @ other[:size]) / norm if norm else 0.0
+def _columns(file: Path) -> Iterator[np.ndarray]:
+    """Log-probs of trainer and sampler, token ids and loss mask of a step, [N] each."""
+    names = ["old_logprobs", "rollout_logprobs", "output_ids", "loss_mask"]
+    for column in pq.read_table(file, columns=names).to_pydict().values():
+        yield np.concatenate([np.asarray(each) for each in column])
 
 
 def _values(records: Records, name: str) -> list[float]:
@@ -146,13 +141,8 @@ def _values(records: Records, name: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else NAN
-
-
-def _average(records: Records, name: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
-    known = [value for value in _values(records, name) if not math.isnan(value)]
+def _average(values: Sequence[float], average: Callable[[list[float]], float] = statistics.fmean) -> float:
+    known = [float(value) for value in values if math.isfinite(value)]
     return average(known) if known else NAN
 
 

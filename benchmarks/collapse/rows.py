@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from megatron_rc.files import read_csv, write_csv
+from megatron_rc.jobs.grid_settings import GridSettings
 
 FILE = Path(__file__).with_name("runs.csv")
 NAN = math.nan
@@ -52,7 +53,7 @@ class Row:
     growth: float = NAN
     """The clipped share of steps 11 to 20 over that of steps 1 to 10."""
     persistence: float = NAN
-    """Mean cosine of the mean log-ratio by token id of a step and of the next, over the first quarter."""
+    """Mean over that quarter of the metric `persistence` of a job, from a dump."""
     entropy: float = NAN
     """Mean over the last quarter of the steps, nats."""
     entropy_k3: float = NAN
@@ -95,18 +96,20 @@ def load(file: Path = FILE) -> pd.DataFrame:
     """All rows; `failed`: whether a run ends below 70 % of the exact one of its seed and warm-up, or of its seed."""
     frame = pd.DataFrame([dataclasses.asdict(row) for row in read_csv(Row, file)])
     exact = frame[frame.run.str.fullmatch(r"exact-none-lr-3e-4-plain(-live)?")]
-    nearest: Mapping[tuple[str, int], float] = exact.groupby(["task", "seed"]).final.mean().to_dict()
-    own: Mapping[tuple[str, int, str], float] = exact.groupby(["task", "seed", "warm"]).final.mean().to_dict()
-    wanted = [
-        own.get((task, seed, warm), nearest.get((task, seed), NAN))
-        for task, seed, warm in zip(frame.task, frame.seed, frame.warm, strict=True)
-    ]
-    frame["relative"] = frame.final / wanted
+    own, nearest = (exact.groupby(keys).final.mean() for keys in (["task", "seed", "warm"], ["task", "seed"]))
+    keys = zip(frame.task, frame.seed, frame.warm, strict=True)
+    frame["relative"] = frame.final / [own.get(key, nearest.get(key[:2], NAN)) for key in keys]
     frame["failed"] = frame.relative < 0.7
     for event in ("fell", "collapsed"):
         # none of them is known where the evaluations were not kept
         frame[event] = frame[f"{event}_at"].notna().astype(object).where(frame.best.notna())
     return frame
+
+
+def task_of(stage: GridSettings) -> str:
+    """The name of a recipe's task in the rows."""
+    experts = " with experts" if stage.job["model"]["config"].get("num_experts") else ""
+    return f"{stage.job['task']['kind']}{experts}"
 
 
 def full_name(arm: str) -> str:

@@ -188,8 +188,7 @@ def reinforce_step(
     metrics |= rate.metrics() | update_metrics(updates, policy.groups)
     k3 = metrics.get("old/k3" if three_policy else "current/k3", math.nan)
     metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths.tolist(), k3)}
-    found = add_persistence(metrics, state.sketch)
-    return StepResult(metrics, batch, share, passes.columns, found)
+    return StepResult(metrics, batch, share, passes.columns, add_persistence(metrics, state.sketch))
 
 
 @dataclass(kw_only=True)
@@ -314,10 +313,11 @@ class _Step:
             take_step=self.settings.take_step,
         )
         sums = merged([o.sums for o in result.outputs])
-        if not groups.last_stage:
+        fresh = first == 0 and self.old_logprobs is None
+        if not groups.last_stage or not (routes or fresh):
             return result, sums
         current = torch.cat([o.logprobs for o in result.outputs])
-        if first == 0 and self.old_logprobs is None:
+        if fresh:
             sums.merge(sketch(current, batch.rollout_logprobs, batch.targets, batch.loss_mask))
         if routes is None:
             return result, sums
