@@ -6,6 +6,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition
+from megatron_rc.analyze.statistics.drift import AtLength, Drift
 from megatron_rc.analyze.statistics.grid import Grid, grid
 from megatron_rc.analyze.statistics.growth import Growth
 from megatron_rc.analyze.statistics.honesty import Honesty
@@ -186,6 +187,23 @@ def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
     if rows and all(row.cosine is None for row in rows):
         reasons.append("the cosine needs responses shorter than T* with half of the tokens")
     return f"A dash: {'; '.join(reasons)}." if reasons else ""
+
+
+DRIFT_HEAD = ("first tokens", "responses", "tv", "lemma B.5", "bias", "theorem B.1")
+
+
+def drift_sentence(drift: Drift) -> str:
+    """The distances of a token's two distributions."""
+    return (
+        f"Of a token: total variation {drift.tv:.2g} on average and somewhere at least {drift.largest_tv:.2g} "
+        f"(Delta_max), which bound the bias; chi2 {drift.chi2:.2g}, which is the variance of its ratio."
+    )
+
+
+def drift_cells(row: AtLength) -> tuple[str, ...]:
+    """One row below DRIFT_HEAD."""
+    numbers = (row.length, row.sequences, row.tv, row.tv_bound, row.bias, row.bias_bound)
+    return tuple(f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in numbers)
 
 
 def percent(value: float) -> str:

@@ -99,6 +99,11 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
         console.print(f"[dim]{escape(reason)}[/]")
     for name, columns in table.not_run.items():
         console.print(f"[dim]Not computed: {name} needs {', '.join(columns)}[/]")
+    console.print(f"\nWhat weights of tokens leave. {report_text.drift_sentence(table.drift)}", highlight=False)
+    left = Table(*report_text.DRIFT_HEAD, box=None, padding=(0, 2, 0, 0))
+    for at in table.drift.by_length:
+        left.add_row(*report_text.drift_cells(at))
+    console.print(left)
 
 
 def show_outcomes(outcomes: Sequence[Outcome], *, console: Console) -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.statistics.drift import Drift
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.inputs import Extras
@@ -251,6 +253,47 @@ def test_no_cosine_is_given_where_weights_of_sequences_are_noise() -> None:
     evidence = evidence_of(responses(noise=1.0))
     assert evidence.growth.horizon == pytest.approx(1 / (2 * evidence.whole.k3)) and evidence.growth.horizon < 10
     assert {found.cosine for found in table_of(evidence).rows} == {None}
+
+
+def test_total_variation_and_bias_by_length_are_those_of_the_enumerated_policies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_rc.analyze.statistics.drift.LENGTHS", (1, 2, 3))
+    chunk, share, log_ratio, _ = enumerated(0.8)
+    found = table_of(evidence_of(chunk)).drift
+    ids = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+    policy: dict[tuple[int, ...], dict[int, float]] = {}
+    for y, mu, ratio in zip(
+        ids, chunk.log_mu.reshape(-1, LENGTH)[np.cumsum(np.rint(share * 64)).astype(int) - 1], log_ratio, strict=True
+    ):
+        for t in range(LENGTH):
+            policy.setdefault(y[:t], {})[y[t]] = math.exp(mu[t] + ratio[t])
+    for at in found.by_length:
+        weight = np.exp(log_ratio[:, : at.length].sum(1))
+        # of prefixes: the rows of share that begin alike add up, and the prefix's own weight is the same in all
+        assert at.tv == pytest.approx(np.abs(share * (weight - 1)).sum() / 2) and at.tv <= at.tv_bound
+        bias = {prefix: np.zeros(VOCABULARY) for prefix in policy}
+        for y, p, w, ratio in zip(ids, share, weight, np.exp(log_ratio), strict=True):
+            for t in range(at.length):
+                score = np.eye(VOCABULARY)[y[t]] - np.array([policy[y[:t]][v] for v in range(VOCABULARY)])
+                # the sign of an advantage that makes the bias as large as this prefix can
+                bias[y[:t]] += p * abs(ratio[t] - w) * np.abs(score)
+        assert np.linalg.norm(np.concatenate(list(bias.values()))) <= at.bias + 1e-12 <= at.bias_bound + 1e-12
+    assert found.by_length[0].bias < 1e-12 < found.by_length[1].bias
+    assert found.chi2 == pytest.approx((share[:, None] * (np.exp(log_ratio) - 1) ** 2).sum() / LENGTH)
+    assert found.tv == pytest.approx((share[:, None] * np.abs(np.exp(log_ratio) - 1)).sum() / LENGTH / 2)
+
+
+@pytest.mark.parametrize("name", ["moved", "rare", "wide", "narrow"])
+def test_the_page_shows_that_neither_total_variation_nor_chi2_tells_the_other(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/analyze.md").read_text(encoding="utf-8")
+    cells = next(line.split("|") for line in page.splitlines() if line.startswith(f"| {name} "))
+    # 1,000 responses of one token, drawn as mu says: (mu, pi) of every id
+    ids = [tuple(map(float, pair.split(" → "))) for pair in cells[2].split(",")]
+    mu, pi = np.repeat(ids, [round(1000 * mu) for mu, _ in ids], axis=0).T
+    found = Drift.of(Chunk(np.log(pi), np.log(mu), np.arange(1001)))
+    assert sum(pi for _, pi in ids) == pytest.approx(1) and mu.size == 1000
+    assert [f"{found.tv:.3f}", f"{found.chi2:.3f}"] == [cell.strip() for cell in cells[3:5]]
 
 
 def test_the_table_of_a_dump_is_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

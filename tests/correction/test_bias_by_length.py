@@ -7,9 +7,6 @@ import torch
 from enumeration import World
 from torch import Tensor
 
-from megatron_rc.correction.correct import correct
-from megatron_rc.correction.settings import RolloutCorrection
-
 LENGTHS = (1, 2, 3, 4, 5)
 
 
@@ -71,27 +68,3 @@ def test_the_second_moment_of_sequence_weights_is_that_of_a_token_to_the_power_o
     chi2 = (world.log_pi[0].exp().square() / world.mu[0]).sum() - 1
     second = (world.probability(world.mu.log()) * world.rho().square()).sum()
     torch.testing.assert_close(second, (1 + chi2) ** length)
-
-
-# 1,000 tokens each, drawn as mu says: (tokens, mu, pi) of every id
-MOVED = [(500, 0.5, 0.55), (400, 0.4, 0.35), (100, 0.1, 0.1)]
-RARE = [(500, 0.5, 0.45), (490, 0.49, 0.49), (10, 0.01, 0.06)]
-WIDE = [(500, 0.5, 0.65), (490, 0.49, 0.34), (10, 0.01, 0.01)]
-NARROW = [(500, 0.5, 0.5), (490, 0.49, 0.46015), (10, 0.01, 0.03985)]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "alike", "apart"), [(MOVED, RARE, "tv", "chi2_token"), (WIDE, NARROW, "chi2_token", "tv")]
-)
-def test_total_variation_and_chi2_do_not_tell_each_other(one: list, two: list, alike: str, apart: str) -> None:
-    """Total variation bounds a bias, chi2 is a variance: two batches agree in one and differ in the other."""
-    found = []
-    for ids in (one, two):
-        pi, mu = (torch.cat([torch.full((n,), each[side]).log() for n, *each in ids]).double() for side in (1, 0))
-        mask = torch.ones(1000, dtype=torch.bool)
-        metrics = correct(
-            pi, mu, mask, correction=RolloutCorrection(), cu_seqlens=torch.tensor([0, 1000], dtype=torch.int32)
-        ).metrics
-        found.append(metrics.values())
-    assert found[0][alike] == pytest.approx(found[1][alike], rel=0.02)
-    assert max(a := found[0][apart], b := found[1][apart]) > 4 * min(a, b)

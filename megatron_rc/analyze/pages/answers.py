@@ -130,14 +130,18 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
         f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
     )
     gaps = f"<p>{escape(reason)}</p>" if (reason := report_text.what_if_gaps(shown, with_signs=True)) else ""
+    drift = f"<p>What weights of tokens leave. {report_text.drift_sentence(shown.drift)}</p>" + table(
+        [list(report_text.drift_cells(at)) for at in shown.drift.by_length], head=report_text.DRIFT_HEAD
+    )
     return card(
         title,
-        text + table(rows, head=METHOD_HEAD) + gaps + skipped,
+        text + table(rows, head=METHOD_HEAD) + gaps + skipped + drift,
         f"Every correction on {shown.tokens:,} tokens of this dump: percent kept of the tokens, of the answers, of "
         "each quarter of the answers by length (the shortest first), of correct answers, and of tokens with positive "
         "and negative advantage; percent of the advantages that is lost; effective percent of the tokens; bias of the "
         "weights; cosine with the exact weights of sequences. Red: drops more than 20 % of the correct answers, or "
-        "more than half of a quarter by length.",
+        "more than half of a quarter by length. The last table: total variation of the first tokens of a response, and "
+        "the largest bias of weights of tokens, in units of the largest advantage, each beside its bound.",
         "a method that keeps nearly all answers of every length, with a high ESS and a cosine near 1.",
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_rc import versions
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats
 from megatron_rc.analyze.statistics.bound import advantages, sequence_ratio
+from megatron_rc.analyze.statistics.drift import Drift
 from megatron_rc.analyze.statistics.factors import FACTORS, lag
 from megatron_rc.analyze.statistics.reservoir import Reservoir
 from megatron_rc.correction.plan import Plan
@@ -91,6 +92,8 @@ class WhatIfTable:
     """[3] largest length of each quarter but the last."""
     has_advantages: bool
     """False: every advantage counts as 1 in the cosine."""
+    drift: Drift
+    """What weights of tokens leave, by length."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def what_if(sample: Chunk, horizon: float, methods: Mapping[str, RolloutCorrecti
         sequences=measures.chunk.num_sequences,
         length_edges=measures.length_edges.tolist(),
         has_advantages=measures.chunk.has("advantage"),
+        drift=Drift.of(measures.chunk),
     )
 
 
