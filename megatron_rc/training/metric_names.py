@@ -50,7 +50,9 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "loss": JobMetric("", f"loss of an optimizer step: its policy-gradient, KL and entropy terms; {_MEAN}"),
         "policy_loss": JobMetric("", f"policy-gradient term of the loss; {_MEAN}"),
         "kl_ref": JobMetric("nats", "KL divergence from the reference policy, as estimated in the loss; with kl_coef"),
-        "entropy": JobMetric("nats", "mean entropy per token before the update; with entropy_coef, during the update"),
+        "entropy": JobMetric(
+            "nats", "mean entropy per token before the update; without such a pass or with entropy_coef, during it"
+        ),
         "clip_high": JobMetric(
             "share", "kept tokens with advantage > 0 and ratio > 1 + clip_upper; cispo: whatever their advantage"
         ),

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     old: str = "recompute"
     centering: str = "none"
+    entropy_coef: float = 0.1
     ranks: int = 1
     chunk: int | None = None
     logits_dtype: str | None = None
@@ -43,6 +44,7 @@ CASES = [
     Case(),
     Case(chunk=2),
     Case(old="current", chunk=2),
+    Case(old="current", chunk=2, entropy_coef=0.0),
     Case(old="current", centering="top", chunk=2),
     Case(old="current", centering="top", tensor=2, ranks=2),
     Case(dtype="fp16"),
@@ -135,7 +137,9 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
                         old=case.old,  # type: ignore[arg-type]
                         centering=case.centering,  # type: ignore[arg-type]
                     ),
-                    loss=LossSettings(dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=0.1),
+                    loss=LossSettings(
+                        dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=case.entropy_coef
+                    ),
                     train=train,
                     max_nonfinite_share=0.0,
                 ),
@@ -191,6 +195,11 @@ def test_every_term_of_the_loss_acts(results: Any) -> None:
     metrics = results[Case()][0]["linear"]["metrics"]
     for name in ("clip_high", "clip_low", "dual_clip", "kl_ref", "entropy", "current_old/k3", "old/truncated_token"):
         assert math.isfinite(metrics[name]) and metrics[name] > 0, name
+
+
+def test_an_update_without_a_pass_before_it_says_the_entropy_itself(results: Any) -> None:
+    said = [results[Case(old="current", chunk=2, entropy_coef=each)][0]["linear"]["metrics"] for each in (0.0, 0.1)]
+    assert said[0]["entropy"] == pytest.approx(said[1]["entropy"], rel=1e-6) and said[0]["entropy"] > 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

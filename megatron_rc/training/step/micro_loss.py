@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct, pair_metrics
@@ -56,13 +57,20 @@ class MicroLoss:
     def _two_policies(self, answer: Answer) -> tuple[Tensor, Collected]:
         """The same where the correction, and so the loss, needs the current log-probs of whole sequences first."""
         batch, extras = answer.micro.batch, answer.micro.extras
-        with_entropy, term, of_centering = self.options.entropy_coef != 0, None, MetricSums()
+        term, sums = None, MetricSums()
         if self.correction.centering == "none":
-            current, entropy = answer.logprobs(with_entropy=with_entropy)
+            current, entropy = answer.logprobs(with_entropy=True)
         else:
             given = (answer.values, answer.micro, self.correction)
-            current, entropy, centering = answer.head.centered(*given, with_entropy=with_entropy)
-            term, of_centering = centering.term, centering_metrics(centering, batch.loss_mask)
+            current, entropy, centering = answer.head.centered(*given, with_entropy=True)
+            term = centering.term
+            sums.merge(centering_metrics(centering, batch.loss_mask).prefixed("centering/"))
+        if not self.options.entropy_coef:
+            assert entropy is not None
+            # there was no pass before the update that could say it, and here it costs no further reading of the logits
+            counted = torch.where(batch.loss_mask, entropy.detach(), 0).sum()
+            sums.merge(MetricSums.of_means({"entropy": (counted, batch.loss_mask.sum())}))
+            entropy = None
         corrected = correct(
             current.detach(),
             batch.rollout_logprobs,
@@ -77,7 +85,7 @@ class MicroLoss:
         )
         old = batch.rollout_logprobs if self.correction.old == "rollout" else None
         result = self._terms(extras, old, corrected).loss_of(current, entropy, self.backend, term)
-        sums = corrected.metrics.prefixed("current/").merge(of_centering.prefixed("centering/"))
+        sums = corrected.metrics.prefixed("current/").merge(sums)
         return result.loss, Collected(sums.merge(result.metrics), current.detach())
 
     def _terms(self, extras: MicroExtras, old: Tensor | None, corrected: Corrected) -> LossTerms:
