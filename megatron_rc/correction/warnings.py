@@ -29,6 +29,10 @@ PERSISTENT = 0.5
 chance is largest, fixed noise has 0.7 to 0.9, weights of 3 bits 0.4 to 0.7, and new noise at every sync 0.5 at most."""
 FEWEST = 5
 """Rollouts whose persistence is averaged; over two, noise that is drawn anew can look like fixed noise."""
+LEAST_TOP_MASS = 0.9
+"""Share of the sampler's probability on its most probable ids below which score centering guesses too much."""
+MOST_CLAMPED = 0.01
+"""Share of the tokens whose tail ratio is at its bound above which the same is said."""
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
@@ -132,6 +136,27 @@ class NoUpdateWarning(_RareWarning):
         return self._say(
             f"no group had two different rewards (their mean is {metrics['reward/mean']:.3g}), so there was no update: "
             "check the reward on a few responses, or take other prompts or more rollout.samples_per_prompt"
+        )
+
+
+class TopIdsWarning(_RareWarning):
+    """Says at most once in ten rollouts that score centering knows too little of the sampler's distribution."""
+
+    def see(self, metrics: Mapping[str, Any]) -> str | None:
+        """Take the metrics of a step; returns what to warn of, if anything."""
+        mass, clamped = metrics.get("centering/top_rollout_mass"), metrics.get("centering/tail_ratio_clamped")
+        if mass is None or clamped is None:
+            return None
+        found = []
+        if mass < LEAST_TOP_MASS:
+            found.append(f"the sampler's most probable ids hold {mass:.0%} of its probability")
+        if clamped > MOST_CLAMPED:
+            found.append(f"{clamped:.1%} of the tokens have a tail ratio at its bound")
+        return self._say(
+            f"{' and '.join(found)}: the rest is a guess, and a part of the drift stays with it; raise "
+            f"rollout.top_logprobs{link('docs/methods.md#score-centering')}"
+            if found
+            else None
         )
 
 

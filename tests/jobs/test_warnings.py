@@ -8,7 +8,7 @@ from jobs import settings_file, started, train
 from warm_models import TASK, warm_model
 
 from megatron_rc import schema
-from megatron_rc.correction.warnings import ClipPullWarning, Note
+from megatron_rc.correction.warnings import ClipPullWarning, Note, TopIdsWarning
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.job import JobSettings
 
@@ -100,6 +100,16 @@ def test_a_gap_that_is_new_at_every_sync_or_within_the_bounds_is_not_warned_of()
 )
 def test_clipping_that_has_another_cause_warns_of_nothing(fields: dict[str, Any], metrics: dict[str, float]) -> None:
     assert watch(**fields).see(metrics) is None
+
+
+def test_top_ids_that_say_too_little_are_warned_of_once_in_ten_rollouts() -> None:
+    mass, clamped = "centering/top_rollout_mass", "centering/tail_ratio_clamped"
+    warning = TopIdsWarning()
+    assert warning.see({}) is None and warning.see({mass: 0.95, clamped: 0.005}) is None
+    said = [warning.see({mass: 0.825, clamped: 0.02}) for _ in range(11)]
+    assert [bool(each) for each in said] == [True] + [False] * 9 + [True]
+    assert "hold 82% of its probability and 2.0% of the tokens have a tail ratio" in str(said[0])
+    assert "raise rollout.top_logprobs" in str(said[0])
 
 
 def test_a_job_with_a_sampler_that_is_off_in_the_same_way_warns(runs: Any) -> None:
