@@ -132,6 +132,7 @@ TYPED = {"loss_fn": {"truncated_importance_sampling_type": "tis"}}
         (TIS, None, TYPED, "sampling_type must be null .* got 'tis'"),
         (TIS, None, {"policy": {"generation": {"temperature": 0.0}}}, "a greedy sampler .* set policy.generation.temp"),
         (TIS, None, RAW, "raw_logprobs returns log-probs before the"),
+        (TIS, None, {"loss_fn": {"score_centering": True}}, "loss_fn.score_centering must be false"),
         (TIS, None, CORRECTS, "pi / mu would be counted twice"),
         (TIS, None, GSPO, "weight.level must be 'geometric' .* got 'token'"),
         (TIS, DECAY, {"policy": {"megatron_cfg": {"enabled": False}}}, "policy.megatron_cfg.enabled must be true"),

@@ -26,6 +26,8 @@ def refuse(session: Session, config: Any) -> None:
         (corrects and at("loss_fn.use_importance_sampling_correction") and not demanded(config),
          "loss_fn.use_importance_sampling_correction must be false next to the correction of megatron_rc: pi / mu "
          "would be counted twice"),
+        (corrects and at("loss_fn.score_centering"), "loss_fn.score_centering must be false next to the correction of "
+         "megatron_rc: its term is centred for the host's own weights"),
         (at("loss_fn.sequence_level_importance_ratios") and weight is not None and weight.level != "geometric",
          "weight.level must be 'geometric' with loss_fn.sequence_level_importance_ratios, whose ratio is the geometric "
          f"mean over the sequence, got {weight.level if weight else None!r}"),
