@@ -16,6 +16,7 @@ setup(
         "megatron_rc.analyze": ["atlas.csv", "demo/*"],
         "megatron_rc.analyze.rules": ["*.md"],
         "megatron_rc.analyze.pages": ["*.css"],
+        "megatron_rc.integrations": ["bodies.csv"],
         "megatron_rc.drawing": ["*.css", "*.js"],
         "megatron_rc.jobs": ["*.md"],
     },

@@ -2,8 +2,9 @@
 
     python launch/moved_symbols.py verl /path/to/verl
 
-Reads the files and imports nothing of them. One line per symbol: as expected, with other parameters, or gone, with
-every place of the checkout that defines a function of this name. Exit status 1 if a symbol is not as expected.
+Reads the files and imports nothing of them. One line per symbol: as expected, with other code, with other parameters,
+or gone, with every place of the checkout that defines a function of this name. Exit status 1 if a symbol has other
+parameters or is gone. --record adds the code of this checkout to what doctor and patch know as tested.
 """
 
 import argparse
@@ -13,7 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import Host, Inspected, Symbol, inspect_symbols, parameters_of
+from megatron_rc.integrations.symbols import (
+    BODIES,
+    Host,
+    Inspected,
+    Symbol,
+    body_of,
+    definition,
+    inspect_symbols,
+    known_bodies,
+    parameters_of,
+)
+from megatron_rc.versions import find_module
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -58,7 +70,7 @@ def _defs(body: list[ast.stmt], name: str, prefix: str = "") -> Iterator[tuple[s
 def line_of(found: Inspected, tree: Path) -> str:
     """What became of a symbol, one line."""
     if found.problem is None:
-        return f"{found.symbol.path}: as expected"
+        return f"{found.symbol.path}: {'other code' if found.changed else 'as expected'}"
     if found.parameters is not None:
         return found.problem
     wanted = found.symbol.name.rpartition(".")[2]
@@ -70,6 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("host", choices=KNOWN)
     parser.add_argument("checkout", type=Path, help="Folder of a checkout of the host.")
+    parser.add_argument("--record", action="store_true", help="Add the code of its symbols to those that were tested.")
     given = parser.parse_args()
     if not given.checkout.is_dir():
         parser.error(f"there is no folder {given.checkout}")
@@ -79,6 +92,13 @@ def main() -> int:
     inspected = inspect_symbols(host)
     print(f"{host.name}, tested at {host.tested}")
     print("\n".join(line_of(found, tree) for found in inspected))
+    if given.record:
+        rows = {f"{path},{body}" for path, bodies in known_bodies().items() for body in bodies}
+        for found in inspected:
+            spec = find_module(found.symbol.module)
+            if spec and spec.origin and (node := definition(Path(spec.origin), found.symbol.name)):
+                rows.add(f"{found.symbol.path},{body_of(node)}")
+        BODIES.write_text("".join(f"{row}\n" for row in sorted(rows)), encoding="utf-8")
     return int(any(found.problem for found in inspected))
 
 

@@ -159,7 +159,14 @@ def _news(host: Host, version: str | None) -> list[str]:
         known = " and ".join(host.versions)
         lines.append(f"newer than {known}: its {len(host.symbols)} symbols take what ours pass; nothing else was read")
     added = [f"{found.symbol.path} takes {', '.join(found.added)}" for found in inspect_symbols(host) if found.added]
-    return lines + [f"new there: {'; '.join(added)}"] * bool(added)
+    lines += [f"new there: {'; '.join(added)}"] * bool(added)
+    changed = [found.symbol.path for found in inspect_symbols(host) if found.changed]
+    if changed:
+        lines.append(
+            f"their code is not that of {host.tested}: {', '.join(changed)}; compare a step under correction none with "
+            "one of the host alone before you trust the patch"
+        )
+    return lines
 
 
 def _inspected(host: Host) -> str | None:

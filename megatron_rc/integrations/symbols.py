@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,6 +148,8 @@ class Inspected(NamedTuple):
     """Why it cannot be replaced, one sentence; None where it can."""
     added: tuple[str, ...] = ()
     """Optional parameters that the patch does not know."""
+    changed: bool = False
+    """Whether the function does otherwise than in the states of the host that `BODIES` knows."""
 
 
 def inspect_symbols(host: Host) -> list[Inspected]:
@@ -165,7 +168,39 @@ def _inspect(symbol: Symbol) -> Inspected:
     added = _added(parameters, symbol.parameters)
     if added is None:
         problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
-    return Inspected(symbol, parameters, problem, added or ())
+    known = known_bodies().get(symbol.path)
+    return Inspected(symbol, parameters, problem, added or (), known is not None and body_of(node) not in known)
+
+
+BODIES = Path(__file__).with_name("bodies.csv")
+"""The functions that the contract tests ran against: path of the symbol, `body_of` it. launch/moved_symbols.py --record
+writes it."""
+
+
+@lru_cache(maxsize=1)
+def known_bodies() -> dict[str, set[str]]:
+    """Path of a symbol -> the bodies that it had in the states of the host that were tested."""
+    found: dict[str, set[str]] = {}
+    for line in BODIES.read_text(encoding="utf-8").splitlines():
+        path, _, body = line.partition(",")
+        found.setdefault(path, set()).add(body)
+    return found
+
+
+def body_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """12 hex digits of what a def does: its syntax tree without positions, annotations, comments and docstring."""
+    ignored = {"annotation", "returns", "type_params", "type_comment", "kind", "ctx"}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, ast.AST):
+            return value
+        fields = {name: each for name, each in ast.iter_fields(value) if name not in ignored and each not in (None, [])}
+        return type(value).__name__, [(name, plain(each)) for name, each in fields.items()]
+
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return sha256(repr([plain(node.args), plain(node.decorator_list), plain(body)]).encode()).hexdigest()[:12]
 
 
 def _added(found: str, expected: str) -> tuple[str, ...] | None:

@@ -15,12 +15,13 @@ from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environme
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding, worst
 from megatron_rc.exit_status import ExitStatus
+from megatron_rc.integrations import symbols
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import Host
+from megatron_rc.integrations.symbols import Host, body_of, definition
 
 STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
-HOST = "megatron-training"
+HOST, RULE = "megatron-training", "get_optimizer_param_scheduler"
 
 
 @pytest.fixture
@@ -37,7 +38,17 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    # the stand-in's own code counts as tested
+    training = tmp_path / "megatron/training/training.py"
+    of_stub = {f"megatron.training.training.{name}": {body_of(read(training, name))} for name in ("train_step", RULE)}
+    monkeypatch.setattr(symbols, "known_bodies", lambda: of_stub)
     return tmp_path / "megatron"
+
+
+def read(file: Path, name: str) -> Any:
+    node = definition(file, name)
+    assert node is not None
+    return node
 
 
 def found(name: str = HOST) -> dict[str, Finding]:
@@ -73,6 +84,12 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
             "takes clock",
         ),
         ("warning", ("core/package_info.py", "MINOR = 19", "MINOR = 99"), "version", "of its symbols were compared"),
+        (
+            "note",
+            ("training/training.py", "increment=1", "increment=2"),
+            "train_step",
+            "its code is not that of 0.17.1",
+        ),
     ],
 )
 def test_a_changed_host_is_an_error_and_one_with_more_a_warning(
@@ -83,6 +100,13 @@ def test_a_changed_host_is_an_error_and_one_with_more_a_warning(
     (finding,) = [f for name, f in found().items() if name.endswith(check)]
     assert finding.status == status, finding.found
     assert sentence in finding.found and finding.fix
+
+
+def test_comments_annotations_and_docstrings_are_not_code(stub: Path) -> None:
+    path = stub / "training/training.py"
+    commented = path.read_text().replace("for _ in range", "# once more\n    for _ in range")
+    path.write_text(commented.replace(f"def {RULE}(optimizer):", f'def {RULE}(optimizer: int) -> str:\n    """New."""'))
+    assert {finding.status for finding in found().values() if finding.decided} == {"good"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_rc import RolloutCorrection, patch
-from megatron_rc.integrations import hosts
+from megatron_rc.integrations import hosts, symbols
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
@@ -206,8 +206,10 @@ def test_a_newer_host_with_optional_parameters_more_is_patched_and_the_report_sa
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (files / "core.py").write_text(SOURCE.replace("mask=None)", "mask=None, clock=None)").replace("(x):", "(x, y=0):"))
-    use(monkeypatch, read_version=lambda: "1.20")
+    use(monkeypatch, read_version=lambda: "1.20", tested="1.2.3")
+    monkeypatch.setattr(symbols, "known_bodies", lambda: {"tiny_host.core.loss": {"another body"}})
     with patch("tiny", correction=NONE) as patched:
+        assert "their code is not that of 1.2.3: tiny_host.core.loss; compare a step" in patched.report()
         assert "newer than 1.2: its 3 symbols take what ours pass" in patched.report()
         assert "new there: tiny_host.core.loss takes clock; tiny_host.core.decorated takes y" in patched.report()
 

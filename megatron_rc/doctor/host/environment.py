@@ -51,6 +51,9 @@ def symbol_checks(host: Host) -> Registry[HostFacts]:
             if inspected.added:
                 new = ", ".join(inspected.added)
                 return warning(f"takes {new}, too, which the patch does not know; {summary}", fix)
+            if inspected.changed:
+                compare = "Compare a step under correction none with one of the host alone."
+                return note(f"its code is not that of {host.tested}; {summary}", compare)
             return good(f"takes ({inspected.parameters}); {summary}")
 
         registry.add(Check(symbol.path, "signature in the source against that of the patch", look))
