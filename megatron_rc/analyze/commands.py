@@ -72,6 +72,10 @@ def analyze(
     floor: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Noise floor of your servers, from doctor --probe --floor FILE.")
     ] = None,
+    accepted: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Findings that you accept. [default: .megatron-rc.toml, if it is here]"),
+    ] = None,
     host: Annotated[
         str,
         typer.Option(metavar="NAME", help="Print the fixes for this codebase, such as verl.", autocompletion=_hosts),
@@ -104,6 +108,7 @@ def analyze(
     from rich.console import Console
 
     from megatron_rc.analyze import conditions, output, terminal
+    from megatron_rc.analyze.accepted import FILE, read_accepted
     from megatron_rc.analyze.comparison import compare
     from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
     from megatron_rc.analyze.known import Known, read_floor
@@ -115,10 +120,12 @@ def analyze(
     if not no_html:
         pages.refuse_foreign(html)
     host = terminal.host_named(host)
-    known = Known(precision, model_kind, None if floor is None else read_floor(floor))
+    file = accepted or (FILE if FILE.is_file() else None)
+    agreed = () if file is None else read_accepted(file)
+    known = Known(precision, model_kind, None if floor is None else read_floor(floor), agreed)
     required = conditions.read(require) if require else []
     selected, ignored = _codes(select), _codes(ignore)
-    for code in (*selected, *ignored):
+    for code in (*selected, *ignored, *(each.code for each in agreed)):
         check_code(code)
     shown = Console(highlight=False)
     analyzed = partial(diagnose_dump, format=dump_format or None, select=selected, ignore=ignored, known=known)

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rc.analyze.accepted import Accepted
+
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 SIXTEEN_BITS = ("fp32", "bf16", "fp16")
 KINDS = ("dense", "moe")
@@ -25,6 +27,8 @@ class Known:
     """dense or moe; empty if unknown."""
     floor: float | None = None
     """Noise of a logit that the sides have against themselves, as `doctor --probe --floor` measured it."""
+    accepted: tuple[Accepted, ...] = ()
+    """Findings that decide nothing until a date."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("precision", self.precision, PRECISIONS), ("model-kind", self.kind, KINDS)):

@@ -46,6 +46,7 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
             {**dataclasses.asdict(v), **({"sentence": ""} if share else {}), "title": v.page.title}
             for v in diagnosis.verdicts
         ],
+        "accepted": [verdict.code for verdict in diagnosis.judgement.accepted],
         "not_run": diagnosis.judgement.not_run,
         "not_judged": diagnosis.judgement.not_judged,
         "outcome_filter": {**dataclasses.asdict(evidence.outcome_filter), "filtered": evidence.outcome_filter.filtered},

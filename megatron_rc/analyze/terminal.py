@@ -72,6 +72,8 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
     if filtered := diagnosis.evidence.outcome_filter.sentence:
         console.print(f"[yellow]{filtered}[/]")
     _show_verdicts(diagnosis, console, host, share)
+    for line in report_text.accepted(diagnosis, share):
+        console.print(f"[dim]{escape(line)}[/]")
     if shown := excluded(diagnosis):
         console.print(f"[dim]{shown}[/]")
     console.print(f"[bold]{escape(diagnosis.recommendation.headline)}[/]")

@@ -262,7 +262,7 @@ def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
     worst = replace(
         diagnosis,
         evidence=replace(evidence, columns=frozenset()),
-        judgement=Judgement([verdict, *more], missing, {"RC205": "RC102", "RC501": "RC102"}),
+        judgement=Judgement([verdict, *more], missing, {"RC205": "RC102", "RC501": "RC102"}, []),
         corrupt=CorruptRows(9, 2, [f"{SOURCE}, row 17: old_logprobs has 3 values, rollout_logprobs has 4"]),
         ignored=["3 files of no known format are not read, such as notes.txt", "1 file of slime is not read"],
     )

@@ -64,7 +64,13 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))
     jump = {f"timeline.jumps[].{key}" for key in changes.Jump._fields}
-    absent = jump | {"verdicts[].one_of[]", "not_run.CODE[]", "recommendation.suspects[]", "what_if.sentence"}
+    absent = jump | {
+        "verdicts[].one_of[]",
+        "not_run.CODE[]",
+        "recommendation.suspects[]",
+        "what_if.sentence",
+        "accepted[]",
+    }
     assert seen | absent | {"what_if.not_run.METHOD[]"} == rows
 
 

@@ -166,6 +166,7 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
         bugs = judgement.not_judged.items()
         why = {code: f"{bug} changes what it reads and must be fixed first" for code, bug in bugs}
         parts.append(_rules(why, ("not judged", "rule", "why")))
+    parts += [f"<p>{escape(line)}</p>" for line in report_text.accepted(diagnosis, share)]
     if reason := diagnosis.evidence.outcome_filter.not_run:
         parts.append(f"<p>Not checked whether responses were filtered by outcome: {escape(reason)}.</p>")
     if not share:

@@ -27,6 +27,8 @@ class Judgement(NamedTuple):
     """Columns that are missing, by rule."""
     not_judged: dict[str, str]
     """The rule whose bug must be fixed first, by rule."""
+    accepted: list[Verdict]
+    """What the user has accepted: it decides nothing."""
 
 
 def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:
@@ -34,6 +36,8 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
     for code in (*select, *ignore):
         check_code(code)
     verdicts: list[Verdict] = []
+    accepted: list[Verdict] = []
+    agreed = {each.code for each in evidence.known.accepted if each.holds}
     not_run: dict[str, list[str]] = {}
     not_judged: dict[str, str] = {}
     bug = ""
@@ -44,12 +48,12 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
         elif missing := [name for name in rule.needs if not evidence.has(name)]:
             not_run[rule.code] = missing
         elif (verdict := rule.verdict(evidence)) is not None:
-            verdicts.append(verdict)
+            (accepted if rule.code in agreed else verdicts).append(verdict)
         wrong = [v.code for v in verdicts if v.level in DOUBTS]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage
         if wrong and last_of_stage:
             bug = wrong[0]
-    return Judgement(verdicts, not_run, not_judged)
+    return Judgement(verdicts, not_run, not_judged, accepted)
 
 
 def check_code(code: str) -> None:

@@ -1,0 +1,95 @@
+"""A finding that somebody has accepted decides nothing, is still told, and counts again when its date has passed."""
+
+import datetime
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulated_dumps import TRAPS, diagnosed, world
+from typer.testing import CliRunner
+
+from megatron_rc.analyze import conditions, output, terminal
+from megatron_rc.analyze.accepted import Accepted, read_accepted
+from megatron_rc.analyze.commands import DEMO
+from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.known import Known
+from megatron_rc.analyze.pages import html
+from megatron_rc.analyze.rules import judge
+from megatron_rc.cli import app
+
+TODAY = datetime.date.today()
+SICK = str(DEMO / "sick.parquet")
+ENTRY = '[[accept]]\ncode = "RC102"\nreason = "known"\nuntil = 2999-01-01\n'
+
+
+@pytest.fixture(scope="module")
+def stale() -> Diagnosis:
+    return diagnosed(TRAPS["one stale server"][1](world(1, sequences=96)))
+
+
+def accepting(found: Diagnosis, days: int) -> Diagnosis:
+    known = Known(accepted=(Accepted("RC303", "new cards are ordered", TODAY + datetime.timedelta(days)),))
+    evidence = replace(found.evidence, known=known)
+    return replace(found, evidence=evidence, judgement=judge(evidence))
+
+
+def test_an_accepted_finding_decides_neither_headline_nor_conditions_and_is_still_told(stale: Diagnosis) -> None:
+    assert [verdict.code for verdict in stale.verdicts if verdict.level == stale.level] == ["RC303"]
+    found = accepting(stale, days=0)
+    assert "RC303" not in {verdict.code for verdict in found.verdicts} and found.level != stale.level
+    assert all(each.check(found).holds for each in conditions.read("RC303=none"))
+    # a later rule is judged again
+    assert found.judgement.not_judged.keys() < stale.judgement.not_judged.keys()
+    line = f"RC303 accepted until {TODAY} (new cards are ordered): "
+    for shown in (" ".join(terminal.text(found).split()), html.page(found)):
+        assert line in shown
+    assert json.loads(output.to_json(found))["accepted"] == ["RC303"]
+
+
+def test_what_is_shared_names_neither_the_reason_nor_a_server(stale: Diagnosis) -> None:
+    shown = terminal.text(accepting(stale, days=0), share=True)
+    assert f"RC303 {TODAY}" in shown and "cards" not in shown
+
+
+def test_after_its_date_the_finding_counts_again_and_the_report_says_so(stale: Diagnosis) -> None:
+    found = accepting(stale, days=-1)
+    assert found.verdicts == stale.verdicts and not found.judgement.accepted
+    assert f"RC303 no longer accepted since {TODAY - datetime.timedelta(1)}" in " ".join(terminal.text(found).split())
+
+
+def test_the_command_reads_the_file_of_the_folder_or_the_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["analyze", SICK, "--no-html", "--require", "RC102=none"]
+    assert CliRunner().invoke(app, command).exit_code == 4
+    (tmp_path / "other.toml").write_text(ENTRY)
+    assert CliRunner().invoke(app, [*command, "--accepted", "other.toml"]).exit_code == 0
+    (tmp_path / ".megatron-rc.toml").write_text(ENTRY)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "RC102 accepted until 2999-01-01 (known)" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("accept", "accepted.toml: "),
+        (ENTRY.replace("until = 2999-01-01\n", ""), "accept.0.until: Field required"),
+        (ENTRY.replace("2999-01-01", '"soon"'), "until: Input should be a valid date"),
+        (ENTRY.replace("known", " "), "reason must say why RC102 is accepted"),
+        (ENTRY + ENTRY, "RC102 is accepted twice"),
+        (ENTRY.replace("reason", "why"), "unknown"),
+    ],
+)
+def test_a_file_that_does_not_say_enough_is_refused_by_its_name(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "accepted.toml").write_text(text)
+    with pytest.raises(ValueError, match=sentence) as refused:
+        read_accepted(tmp_path / "accepted.toml")
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_an_unknown_code_is_refused_before_the_dump_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(ENTRY.replace("RC102", "RC999"))
+    done = CliRunner().invoke(app, ["analyze", SICK, "--no-html", "--accepted", str(tmp_path / "a.toml")])
+    assert done.exit_code != 0 and "unknown rule 'RC999'" in str(done.exception or done.output)
