@@ -7,7 +7,7 @@ from megatron_rc.doctor.registry import Finding, Registry
 from megatron_rc.doctor.server.answers import ANSWERS
 from megatron_rc.doctor.server.facts import Facts, read_trainer
 from megatron_rc.doctor.server.floor import Floors
-from megatron_rc.doctor.server.model import MODEL
+from megatron_rc.doctor.server.model import MODEL, usual_k3
 from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.sampling import SAMPLING
@@ -61,8 +61,9 @@ def examine_servers(
         findings = SGLANG.run(Facts(served, trainer))
         if model is not None:
             checks = PROBES if floors is None else floors.checks(served)
-            findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout, checks)
+            usual = usual_k3(Facts(served, trainer))
+            findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout, checks, usual)
             if syncs:
-                findings += examine_syncs(served, trainer, model, syncs, timeout)
+                findings += examine_syncs(served, trainer, model, syncs, timeout, usual)
         found[f"{SGLANG.subject} {served.url}"] = findings
     return found

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
+from megatron_rc.analyze.known import USUAL
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, of_flags
+from megatron_rc.doctor.server.probes import FINE_K3
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.buckets import server_dtype
 from megatron_rc.settings.model import DTYPES
@@ -93,6 +95,21 @@ def served_dtype(facts: Facts) -> str:
     except ValueError as unknown:
         raise Undecided(str(unknown), "Start the server with --dtype.") from None
     return next((dtype for dtype, precision in DTYPES.items() if precision.name == name), name)
+
+
+def usual_k3(facts: Facts) -> float:
+    """nats per token; the gap up to which healthy dense models of the server's precision were measured.
+
+    A server that quantises weights or its cache counts as one in fp8. Source: docs/real.md, docs/atlas.md.
+    """
+    flags = facts.server.flags
+    try:
+        precision = served_dtype(facts)
+        if flags["quantization"] or flags["kv_cache_dtype"] not in ("auto", flags["dtype"]):
+            precision = "fp8"
+    except Undecided:
+        return FINE_K3
+    return max(FINE_K3, USUAL.get(precision, 0.0) ** 2 / 2)
 
 
 @MODEL.check

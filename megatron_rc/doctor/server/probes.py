@@ -1,20 +1,23 @@
 """Probes score the same tokens three times, which shows which side is wrong; they occupy a server for minutes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import ServerFacts
-from megatron_rc.doctor.server.scores import Rescore, Scores, exact_share, k3, measure
+from megatron_rc.doctor.server.scores import Logprobs, Rescore, Scores, exact_share, k3, measure
 
 Probes = Registry[Scores]
 PROBES = Probes("probes")
 
 FINE_K3 = 1e-3
-"""nats per token. NeMo-RL's documentation calls a gap below this healthy, and dense models in bf16 stay below it."""
+"""nats per token. NeMo-RL's documentation calls a gap below this healthy; in bf16 it may be larger (`usual_k3`)."""
 BROKEN_K3 = 0.015
 """nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
+OWN_FACTOR = 3.0
+"""Where rounding is coarse, a gap to the trainer counts if it is this many times that of the server to itself."""
 FLOOR_FACTOR = 10.0
 """A gap counts if it is this many times the larger self-shift floor; gaps caused by rounding alone differ far less."""
 ROUNDING_K3 = 1e-9
@@ -39,13 +42,22 @@ TRAINER = (
 
 
 def examine_probes(
-    served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float, which: Probes = PROBES
+    served: ServerFacts,
+    rescore: Rescore,
+    vocab_size: int,
+    temperature: float,
+    timeout_s: float,
+    which: Probes = PROBES,
+    usual: float = FINE_K3,
 ) -> list[Finding]:
-    """Findings of all probes of one server; ``rescore`` is the trainer, ``temperature`` that of the job."""
+    """Findings of all probes of one server; ``rescore`` is the trainer, ``temperature`` that of the job.
+
+    ``usual``: k3 that the precision of the server explains.
+    """
     asked = SWEPT_TEMPERATURE if temperature == 1 else temperature
     try:
         temperatures = [asked * factor for factor in TEMPERATURES]
-        scores = measure(served, rescore, vocab_size, asked, temperatures, timeout_s)
+        scores = replace(measure(served, rescore, vocab_size, asked, temperatures, timeout_s), usual=usual)
     except Undecided as missing:
         compares = "Log-probs of the server's decoding, its prefill and the trainer"
         return [Finding("probes", "note", str(missing), missing.fix, compares, decided=False)]
@@ -61,6 +73,7 @@ def self_shift(scores: Scores) -> Finding:
         f"alone and in a batch of {scores.sequences} the server's own log-probs",
         "trainer",
         "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch.",
+        scores.usual,
     )
 
 
@@ -75,17 +88,19 @@ def trainer_self_shift(scores: Scores) -> Finding:
         f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs",
         "server",
         "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype).",
+        scores.usual,
     )
 
 
-def _floor(alone: np.ndarray, together: np.ndarray, compared: str, other: str, fix: str) -> Finding:
+def _floor(alone: Logprobs, together: Logprobs, compared: str, other: str, fix: str, usual: float) -> Finding:
     """How far one side's log-probs depend on the batch, which no change of the ``other`` side removes."""
     floor = k3(together - alone)
     share = exact_share(together, alone)
     found = f"{compared} differ by k3 {floor:.1e}, {share:.0%} of {len(alone)} tokens are exactly equal"
-    if floor <= FINE_K3:
+    fine = max(FINE_K3, usual)
+    if floor <= fine:
         return good(f"{found}; this is the floor that no change of the {other} removes")
-    return (error if floor > BROKEN_K3 else warning)(f"{found}, which is more than {FINE_K3:g}", fix)
+    return (error if floor > max(BROKEN_K3, fine) else warning)(f"{found}, which is more than {fine:.1g}", fix)
 
 
 @PROBES.check
@@ -97,7 +112,6 @@ def triangle(scores: Scores) -> Finding:
             f"the trainer's checkpoint gives no finite log-prob for {bad} of {len(scores.trainer)} tokens", TRAINER
         )
     floor = max(k3(scores.together - scores.alone), k3(scores.trainer_together - scores.trainer))
-    limit = max(FINE_K3, FLOOR_FACTOR * floor)
     pairs = {
         "decode-prefill": (scores.decode, scores.alone),
         "prefill-trainer": (scores.alone, scores.trainer),
@@ -106,14 +120,18 @@ def triangle(scores: Scores) -> Finding:
     gaps = {name: k3(b - a) for name, (a, b) in pairs.items()}
     numbers = ", ".join(f"{name} {gap:.1e} ({exact_share(*pairs[name]):.0%} equal)" for name, gap in gaps.items())
     said = f"k3 over {len(scores.decode)} tokens: {numbers}"
-    if max(gaps.values()) <= limit:
+    # what the precision explains shows in the server itself, too
+    within = max(FINE_K3, FLOOR_FACTOR * floor, min(scores.usual, OWN_FACTOR * gaps["decode-prefill"]))
+    limits = dict.fromkeys(gaps, within) | {"decode-prefill": max(FINE_K3, FLOOR_FACTOR * floor, scores.usual)}
+    limit, large = max(limits.values()), [gap > limits[name] for name, gap in gaps.items()]
+    if not any(large):
         own = max(ROUNDING_K3, floor, gaps["decode-prefill"])
         if gaps["prefill-trainer"] > ROUNDING_FACTOR * own:
             return note(f"{said}; all are small, but equal weights in equal precision would be closer", TRAINER)
         return good(f"{said}; all are at most {limit:.1e}, and the trainer is as close as the server's own rounding")
-    verdict, fix = _guilty(*(gap > limit for gap in gaps.values()))
+    verdict, fix = _guilty(*large)
     level: Callable[[str, str], Finding] = error if max(gaps.values()) > max(BROKEN_K3, limit) else warning
-    return level(f"{verdict}; {said}, where {limit:.1e} is allowed", fix)
+    return level(f"{verdict}; {said}, where {min(limits.values()):.1e} is allowed", fix)
 
 
 def _guilty(decode_prefill: bool, prefill_trainer: bool, decode_trainer: bool) -> tuple[str, str]:

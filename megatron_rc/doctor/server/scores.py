@@ -53,6 +53,8 @@ class Scores:
     """As the server returned them for the second sample."""
     warm_trainer: Mapping[float, Logprobs]
     """The trainer's log-probs of the second sample: temperature -> log-probs."""
+    usual: float = 0.0
+    """nats per token; k3 that the precision of the server explains."""
 
 
 def measure(

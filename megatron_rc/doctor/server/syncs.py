@@ -48,6 +48,8 @@ class Course:
     """rollout.sglang.weight_sync of the syncs."""
     log_ratios: Sequence[Logprobs]
     """[1 + syncs] of [N] log pi - log mu of fresh responses, nats."""
+    usual: float = FINE_K3
+    """nats per token; k3 that the precision of the server explains."""
 
     @property
     def gaps(self) -> list[float]:
@@ -65,11 +67,16 @@ class Course:
 
 
 def examine_syncs(
-    served: ServerFacts, trainer: TrainerFacts, model: TrainerModel, syncs: int, timeout_s: float
+    served: ServerFacts,
+    trainer: TrainerFacts,
+    model: TrainerModel,
+    syncs: int,
+    timeout_s: float,
+    usual: float = FINE_K3,
 ) -> list[Finding]:
     """The finding after ``syncs`` updates of a server with the weights of ``model``, which the server then keeps."""
     try:
-        course = measure(served, trainer, model, syncs, timeout_s)
+        course = replace(measure(served, trainer, model, syncs, timeout_s), usual=usual)
     except Undecided as missing:
         return [Finding("same-weights", "note", str(missing), missing.fix, COMPARES, decided=False)]
     return SYNCS.run(course)
@@ -123,6 +130,6 @@ def same_weights(course: Course) -> Finding:
     rise, deviation = course.rise()
     if rise > GROWS * deviation and rise > FINE_K3:
         return warning(f"the gap grows by {rise:.1e} over the run although the weights do not change; {said}", RESTART)
-    if max(after) > FINE_K3:
-        return warning(f"the gap is flat, and larger than {FINE_K3:g}; {said}", CONVERSION)
-    return good(f"{said}: flat, and below {FINE_K3:g}")
+    if max(after) > course.usual:
+        return warning(f"the gap is flat, and larger than {course.usual:.1g}; {said}", CONVERSION)
+    return good(f"{said}: flat, and below {course.usual:.1g}")

@@ -22,8 +22,9 @@ from megatron_rc.doctor.registry import Finding, Undecided
 from megatron_rc.doctor.server import examine
 from megatron_rc.doctor.server import scores as scoring
 from megatron_rc.doctor.server.examine import examine_servers
-from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.doctor.server.facts import Facts, ServerFacts, TrainerFacts
 from megatron_rc.doctor.server.floor import Floors, noise_floor
+from megatron_rc.doctor.server.model import usual_k3
 from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.scores import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Logprobs, Scores, seeded_prompts
@@ -101,6 +102,31 @@ def test_what_the_batch_of_the_server_or_of_the_trainer_alone_shifts_is_no_fault
     assert PROBES["self-shift"].run(shifted).status == "good"
     shifted = scores(trainer=at + noise, trainer_together=at + noise + noise[::-1] / 2)
     assert PROBES["triangle"].run(shifted).status == "good"
+
+
+@pytest.mark.parametrize(
+    ("noise", "status", "sentence"),
+    [
+        # what a server in bf16 measured: 2.0e-3, 1.7e-3, 1.8e-3
+        ({"alone": 0.06, "trainer": 0.03}, "good", "all are at most"),
+        ({"alone": 0.06, "trainer": 0.13}, "warning", "with itself and not with the trainer"),
+        ({"alone": 0.25, "trainer": 0.0}, "error", "prefill is wrong"),
+    ],
+)
+def test_the_gaps_of_a_healthy_server_in_16_bits_are_no_fault_and_larger_ones_are(
+    noise: dict[str, float], status: str, sentence: str
+) -> None:
+    at, random = scores().decode, np.random.default_rng(7)
+    moved = {name: at + random.normal(0, size, at.size) for name, size in noise.items()}
+    moved["together"] = moved["alone"]
+    served = recorded("good_moe")
+    in_bf16 = {**served.server_info, "dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    usual = usual_k3(Facts(replace(served, server_info=in_bf16), TrainerFacts()))
+    assert usual == pytest.approx(0.0072)
+    found = PROBES["triangle"].run(replace(scores(**moved), usual=usual))
+    assert found.status == status and sentence in found.found
+    if status == "good":
+        assert PROBES["triangle"].run(scores(**moved)).status == "warning", "in fp32 they would be one"
 
 
 def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
