@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, below_zero, case, gapped, padded_around, weight
-from extras import correct
+from correction_cases import Case, below_zero, case, correct, gapped, padded_around, weight
 from torch import Tensor
 
 from megatron_rc.correction.correct import pair_metrics

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case
+from correction_cases import Case, case, correct
 from enumeration import Batch, World
-from extras import correct
 
 from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
 from megatron_rc.correction.metrics import MetricSums

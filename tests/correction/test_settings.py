@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extras import on_gaps
+from correction_cases import on_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import below_zero, case
-from extras import correct, on_gaps
+from correction_cases import below_zero, case, correct, on_gaps
 
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums

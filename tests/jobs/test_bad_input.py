@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_file, train
-from warm_models import doctored
+from jobs import DENSE, REWARDS, doctored, run_together, save_tiny_checkpoint, settings_file, train
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema import dump_yaml

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import finished_job, killed_after, settings_file, typed_job
-from warm_models import TASK, timeless, warm_model
+from jobs import TASK, finished_job, killed_after, settings_file, timeless, typed_job, warm_model
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from jobs import settings_file, started, train
-from warm_models import TASK, warm_model
+from jobs import TASK, settings_file, started, train, warm_model
 
 from megatron_rc import schema
 from megatron_rc.correction.warnings import ClipPullWarning, Note

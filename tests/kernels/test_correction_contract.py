@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case
-from extras import correct
+from correction_cases import case, correct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_correction_data import UNIT_BLOCK, corrections

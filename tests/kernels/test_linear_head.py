@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import grouped
 from head_case import by_head, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support, unchecked
+from loss_batch import grouped
 from test_centered import test_a_row_that_does_not_count_has_no_term_and_no_gradient  # noqa: F401
 from test_centering import test_single_precision_agrees_with_the_truth  # noqa: F401
 

@@ -68,7 +68,6 @@ def test_addresses_are_computed_in_64_bits(shape: tuple[int, ...], strides: tupl
     with small_blocks(block):
         rows = Rows(targets, 1.0, None, None, None, start=0, num_valid=shape[-1])
         softmax = row_statistics_fwd(logits, rows, with_entropy=True, merged=True)
-        assert isinstance(softmax, Softmax)
         exact = solve_exactly(problem)
         torch.testing.assert_close(softmax.logprobs.double(), exact.logprobs, atol=1e-6, rtol=1e-6)
         row_gradient_bwd(logits, logits, rows, softmax, problem.up, problem.up_entropy)
@@ -103,7 +102,6 @@ def statistics(problem: Problem, *, with_entropy: bool) -> Softmax:
     softmax = support_statistics_fwd(
         problem.logits, Rows(*next(replace(problem, widths=(90,)).shards())[1]), with_entropy=with_entropy, merged=True
     )
-    assert isinstance(softmax, Softmax)
     return softmax
 
 
@@ -201,7 +199,6 @@ def test_without_entropy_the_log_probs_are_the_same_bits() -> None:
 
 def test_a_row_depends_on_no_other_row() -> None:
     problem = kept_problem()
-    assert problem.up is not None and problem.up_entropy is not None
     one = {"support": problem.options["support"].select(torch.tensor([2]))}
     alone = Problem(problem.logits[2:3], problem.targets[2:3], one, problem.up[2:3], problem.up_entropy[2:3])
     assert all(torch.equal(a[2:3], b) for a, b in zip(solve(problem), solve(alone), strict=True))
@@ -221,7 +218,6 @@ def test_ids_may_be_int32_or_strided(change: Callable[[Tensor], Tensor], in_plac
 @IN_PLACE
 def test_elements_past_two_to_the_31(far: str, in_place: bool) -> None:
     near = kept_problem(4, 8, 5)
-    assert near.up is not None
     shape, steps = {
         "rows": ((4, 8), (2**31 // 3 + 9, 1)),
         "pages": ((2, 2, 8), (2**31 + 9, 8, 1)),
@@ -233,7 +229,6 @@ def test_elements_past_two_to_the_31(far: str, in_place: bool) -> None:
     # 32-bit ids, which their products with the strides do not fit in
     shard = Rows(targets, 1.0, None, support.ids.int(), support.offsets, start=0, num_valid=8)
     softmax = support_statistics_fwd(far_logits, shard, with_entropy=False, merged=True)
-    assert isinstance(softmax, Softmax)
     out = far_logits if in_place else far_out
     support_gradient_bwd(out, far_logits, shard, softmax, up, None)
     expected = solve(replace(near, logits=near.logits.half(), up_entropy=None))

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case
-from extras import correct
+from correction_cases import case, correct
 from kernel_calls import EVERY_LEVEL
 from triton.runtime.errors import InterpreterError
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from constraints import pins
-from launch_scripts import write_script
+from built_wheel import pins
+from launch_scripts import write_quick_sglang, write_script
 from process_groups import descendants, members, nothing_is_left
-from quick_sglang import write_quick_sglang
 from refusals import Ended, run
 from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
 from sglang_server import moe_server as moe_server

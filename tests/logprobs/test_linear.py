@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import grouped
 from head_case import Case, by_head, by_logits, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support
+from loss_batch import grouped
 from torch import Tensor
 
 from megatron_rc.logprobs.inputs import HeadInputs

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from grouped import grouped
 from head_case import Case, head_case, with_main_grad
+from loss_batch import grouped
 
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.reference import rows as reference_rows

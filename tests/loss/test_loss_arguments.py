@@ -4,8 +4,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from grouped import grouped
-from loss_batch import corrected_of, evaluate, padded, random_batch
+from loss_batch import corrected_of, evaluate, grouped, padded, random_batch
 from story import story
 from torch.utils._python_dispatch import TorchDispatchMode
 

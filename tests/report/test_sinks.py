@@ -7,17 +7,44 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dashboard_job
 import pytest
-from dashboard_job import SECRET, value
 
+from megatron_rc.report.context import without_credentials
+from megatron_rc.report.dashboards import Dashboards
+from megatron_rc.report.log import MetricsLog
+
+SECRET = "hunter2"
+URL = f"http://me:{SECRET}@host:30000"
+CONFIG = {
+    "settings": {"train": {"lr": 0.25}, "urls": [URL], "model": {f"f{i}": i for i in range(150)}},
+    "machine": {"torch": "9.9"},
+}
 # a .wandb file is a log of LevelDB
 BLOCK, FILE_HEADER, RECORD_HEADER = 32768, 7, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def job(service: str, folder: Path, first: int, last: int, end: str) -> None:
+    """Do nothing but log, and end by "finish", "fail" or "kill"."""
+    with MetricsLog(folder) as log:
+        log.truncate_after("rl", first - 1)
+        config = without_credentials(CONFIG)
+        dashboards = Dashboards(folder, {service: "project"}, name="job", config=config, say=sys.exit)
+        dashboards.start("rl")
+        for step in range(first, last + 1):
+            record = {"phase": "rl", "step": step, "old/k3": step + 0.5}
+            record |= {"current/route_layers": [0, 1], "none": float("nan")}
+            log.write(record)
+            dashboards.write(record)
+        if end == "kill":
+            time.sleep(1.5)  # training steps take longer than the queues of the libraries
+            os.kill(os.getpid(), signal.SIGKILL)
+        dashboards.close(failed=end == "fail")
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -57,7 +84,7 @@ def requires(package: str) -> None:
 
 def log_steps(folder: Path, service: str, first: int, last: int, end: str) -> None:
     """Run the logging job in a process of its own, with everything that a library stores inside ``folder``."""
-    command = [sys.executable, dashboard_job.__file__, service, str(folder / "run"), str(first), str(last), end]
+    command = [sys.executable, __file__, service, str(folder / "run"), str(first), str(last), end]
     done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=600)
     assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
 
@@ -74,7 +101,7 @@ def killed_and_resumed(folder: Path, service: str) -> None:
     log_steps(folder, service, 4, 9, "fail")
 
 
-EXPECTED = [(step, value(step)) for step in range(10)]
+EXPECTED = [(step, step + 0.5) for step in range(10)]
 
 
 def test_wandb_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
@@ -88,7 +115,7 @@ def test_wandb_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
     assert [kind["exit"].exit.exit_code for kind in kinds if "exit" in kind] == [1]
     stored = b"".join(file.read_bytes() for file in (tmp_path / "run" / "wandb").rglob("*") if file.is_file())
     assert SECRET.encode() not in stored and b"http://host:30000" in stored
-    assert b"dashboard_job.py" not in stored, "the command line stays on the machine"
+    assert b"test_sinks.py" not in stored, "the command line stays on the machine"
 
 
 def test_mlflow_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
@@ -121,3 +148,7 @@ def test_trackio_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
     values = trackio("get", "metric", "--run", run, "--metric", "old/k3")["values"]
     assert [(v["step"], v["value"]) for v in values] == EXPECTED  # type: ignore[union-attr]
     assert run.startswith("job-") and SECRET.encode() not in (tmp_path / "trackio" / "project.db").read_bytes()
+
+
+if __name__ == "__main__":
+    job(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -73,7 +73,6 @@ def trainer(config: Mapping[str, Any], rollout: Mapping[str, Any] | None = None,
 def good() -> Facts:
     """A server and a trainer that suit each other."""
     served = server("good_moe")
-    assert served.model_config is not None
     return Facts(served, trainer(served.model_config))
 
 

@@ -144,7 +144,6 @@ class FaultySglang(WeightEndpoints):
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None
         self._tasks.add(task)
         self._writers.add(writer)
         try:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import below_zero
-from extras import correct
+from correction_cases import below_zero, correct
 from hypothesis import strategies as st
 from torch import Tensor
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import finished_job, settings_file
-from warm_models import TASK, warm_model
+from jobs import TASK, finished_job, settings_file, warm_model
 
 from megatron_rc.dump.schema import read_dump
 

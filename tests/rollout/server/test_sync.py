@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from served_truth import CLOSE, Truth
-from sglang_server import SglangServer, checkpoint_weights, shared_server
+from sglang_server import CLOSE, SglangServer, Truth, checkpoint_weights, shared_server
 
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.sglang.pool import Pool

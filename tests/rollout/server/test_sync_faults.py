@@ -13,8 +13,8 @@ import pytest
 import torch
 from faulty_sglang import PROBE, FaultySglang, servers_in_processes
 from faulty_weights import probe_logprobs, weights_of
-from sync_jobs import PATH, Job, holds
-from sync_jobs import start as start
+from sglang_clients import PATH, Job, holds
+from sglang_clients import start as start
 
 from megatron_rc.rollout.sglang import send_group
 

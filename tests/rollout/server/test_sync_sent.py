@@ -9,8 +9,8 @@ import pytest
 import torch
 from faulty_weights import weights_of
 from safetensors.torch import load_file
-from sync_jobs import CONFIG, PATH, holds
-from sync_jobs import start as start
+from sglang_clients import CONFIG, PATH, holds
+from sglang_clients import start as start
 
 from megatron_rc import schema
 from megatron_rc.rollout.sglang.weights import weight_sync
@@ -103,7 +103,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_folder(tmp_path):
     program = """
 import resource, signal, sys
 from faulty_sglang import FaultySglang
-from sync_jobs import Job
+from sglang_clients import Job
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with FaultySglang() as server:
