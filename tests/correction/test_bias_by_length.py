@@ -18,7 +18,6 @@ LENGTHS = (1, 2, 3, 4, 5)
 
 
 def prefixes(world: World, table: Tensor, step: int) -> dict[tuple[int, ...], float]:
-    """Probability of every prefix of ``step`` tokens."""
     found: dict[tuple[int, ...], float] = {}
     for y, p in zip(world.sequences, world.probability(table), strict=True):
         found[y[:step]] = found.get(y[:step], 0.0) + p.item()

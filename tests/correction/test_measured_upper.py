@@ -10,7 +10,6 @@ from correction_cases import Case, case, correct
 from enumeration import Batch, World
 
 from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
-from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 LEVELS: list[Any] = ["token", "sequence", "geometric"]
@@ -67,16 +66,6 @@ def test_the_weight_is_truncated_at_the_c_of_the_rollout_before(level: Any) -> N
     assert torch.equal(given.weights, fixed.weights) and given.correction == measured(level)
     values = given.metrics.values()
     assert {name: values[name] for name in fixed.metrics.values()} == pytest.approx(fixed.metrics.values(), nan_ok=True)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> None:
-    batch, sums = case([30, 5, 80, 0, 41, 17], density=0.9, gap=0.5), MetricSums()
-    whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
-    for first, last in ((0, 1), (1, 4), (4, 6)):
-        part = batch.part(first, last)
-        sums.merge(correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options).metrics)
-    assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
 
 
 @pytest.mark.parametrize("samples", [4, 40, 400, 4000])

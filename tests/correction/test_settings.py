@@ -148,11 +148,6 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
         check_surrogate(surrogate, preset)
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown preset 'geo_mask'; did you mean 'geo-mask'"):
-        RolloutCorrection.preset("geo_mask")
-
-
 BOUNDS = st.one_of(st.none(), st.floats(1e-3, 1.0)), st.floats(1.5, 1e3)
 GATES = st.builds(
     Rejection,

@@ -61,14 +61,11 @@ def resumed_equals_uninterrupted(
     assert [records[0]["step"] for records in read_dump(output / "dump")] == [last - 2, last - 1, last]
 
 
-def test_a_job_killed_in_rl_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 4, resume=typed_job)
-
-
-def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(
-    tmp_path: Path, long_job: dict[str, Any], whole: Metrics
+@pytest.mark.parametrize(("step", "resume"), [(4, typed_job), (1, finished_job)], ids=["", "before a checkpoint of rl"])
+def test_a_job_killed_in_rl_resumes_bit_for_bit(
+    step: int, resume: Any, tmp_path: Path, long_job: dict[str, Any], whole: Metrics
 ) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 1)
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", step, resume=resume)
 
 
 def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
@@ -78,9 +75,16 @@ def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: 
 
 
 @pytest.mark.full
-def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
-    job = {**long_job, "train": {**long_job["train"], "optimizer": "sgd"}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 4)
+@pytest.mark.parametrize(
+    ("section", "changes", "phase", "step"),
+    [("train", {"optimizer": "sgd"}, "rl", 4), ("warmup", {"steps": 40}, "warmup", 20)],
+    ids=["without optimizer state", "in the warm-up"],
+)
+def test_other_jobs_resume_bit_for_bit(
+    section: str, changes: dict[str, Any], phase: str, step: int, tmp_path: Path, long_job: dict[str, Any]
+) -> None:
+    job = {**long_job, section: {**long_job[section], **changes}}
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), phase, step)
 
 
 def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resumes_bit_for_bit(
@@ -103,12 +107,6 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
     assert truncated and all(truncated)
     assert all(record["old/staleness_k3"] > 0 for record in whole if record.get("lag")), "compared below"
     resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 5)
-
-
-@pytest.mark.full
-def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
-    job = {**long_job, "warmup": {**long_job["warmup"], "steps": 40}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "warmup", 20)
 
 
 @pytest.mark.full

@@ -35,7 +35,6 @@ CLIPPED = {"updates": 1.0, "clip_low": 0.04, "clip_high": 0.03}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """What each job said, and its metrics."""
     folder = tmp_path_factory.mktemp("warnings")
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}})
     found = {}

@@ -124,6 +124,11 @@ def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the
     assert target_id < loop[0].address and loop[-1].address < target < first_barrier
 
 
+def asked_for(call: str, kernel: str) -> aot.Source:
+    made = aot.captured(lambda: kernel_calls.CALLS[call](kernel_calls.WIDE, 0).run("triton")).launches
+    return aot.natural(next(one for one in made if one.name == kernel), aot.ONE_TARGET)
+
+
 @pytest.mark.parametrize(
     ("call", "kernel", "barriers"),
     [
@@ -134,9 +139,7 @@ def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the
     ],
 )
 def test_warps_meet_once_for_all_sums_and_else_where_they_scan(call: str, kernel: str, barriers: int) -> None:
-    made = aot.captured(lambda: kernel_calls.CALLS[call](kernel_calls.WIDE, 0).run("triton")).launches
-    source = aot.natural(next(one for one in made if one.name == kernel), aot.ONE_TARGET)
-    assert aot.number_of(aot.instructions(source), "BAR") == barriers
+    assert aot.number_of(aot.instructions(asked_for(call, kernel)), "BAR") == barriers
 
 
 def test_no_variant_of_the_correction_has_more_than_six_barriers() -> None:
@@ -144,8 +147,7 @@ def test_no_variant_of_the_correction_has_more_than_six_barriers() -> None:
     committed = json.loads(resources.FILE.read_text())["kernels"][kernel]
     assert committed["most barriers"] <= 6 and committed["most spilled"] == 0
     # that of prefixes, which has two scans, is the variant with most of them
-    made = aot.captured(lambda: kernel_calls.CALLS["correct prefixes"](kernel_calls.WIDE, 0).run("triton")).launches
-    source = aot.natural(next(one for one in made if one.name == kernel), aot.ONE_TARGET)
+    source = asked_for("correct prefixes", kernel)
     assert aot.number_of(aot.instructions(source), "BAR") == committed["most barriers"]
     used = aot.compiled(source)
     assert used.spilled == 0 and committed["fewest registers"] <= used.registers <= committed["most registers"]

@@ -166,7 +166,6 @@ def test_the_last_rows_of_more_elements_than_an_integer_counts(bits: int, kept: 
 
 
 def answer(logits: Tensor, targets: Tensor, ups: Tensor, support: Support | None) -> list[Tensor]:
-    """Log-probs, entropy and the gradient in the memory of the logits."""
     view = logits.requires_grad_().view_as(logits)
     options = {"with_entropy": True, "inplace_backward": True, "support": support}
     found = vocab_parallel_logprobs(view, targets, backend="triton", **options)

@@ -21,7 +21,6 @@ CORRECTIONS = {name: preset.correction for name, preset in PRESETS.items()}
 
 
 def traffic_of_rows(logits: torch.Tensor, **options: Any) -> Traffic:
-    """Forward and backward of log-probs and entropy."""
     leaf = logits.requires_grad_()
     targets = torch.arange(leaf.shape[0]) * 7
     with counted_traffic() as traffic:

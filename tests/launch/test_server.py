@@ -59,7 +59,6 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def serve(*words: object, **environment: str) -> Ended:
-    """How the verb ended, in this process."""
     with mock.patch.dict(os.environ, environment):
         if "SGLANG_PYTHON" not in environment:
             os.environ.pop("SGLANG_PYTHON", None)
@@ -67,7 +66,6 @@ def serve(*words: object, **environment: str) -> Ended:
 
 
 def refused(*words: object, **environment: str) -> str:
-    """The one sentence with which the verb ends."""
     status, printed, said = serve(*words, **environment)
     assert status == 2, printed
     (sentence,) = said.splitlines()
@@ -95,7 +93,6 @@ def test_the_server_and_its_children_end_with_their_manager_and_nothing_else_doe
 
 
 def stopped(folder: Path) -> tuple[int, str]:
-    """Exit status of `serve stop`, and what it says."""
     status, printed, said = serve("stop", "--log", folder / "server.log")
     return status, printed + said
 

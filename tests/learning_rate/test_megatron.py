@@ -176,7 +176,6 @@ BY_MISMATCH = (
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished jobs; those of one stage run in one process."""
     folder = tmp_path_factory.mktemp("decay")
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}})
 

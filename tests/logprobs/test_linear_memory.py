@@ -47,7 +47,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], None]:
-    """Forward and backward of one form of the head."""
     given, of_loss = case.of_loss()
 
     def run() -> None:

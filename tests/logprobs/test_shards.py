@@ -98,7 +98,6 @@ def evaluate(case: Case, rank: int, group: dist.ProcessGroup | None) -> dict[str
 
 
 def refusal(rank: int, group: dist.ProcessGroup) -> str:
-    """What ranks with unequal rows are told."""
     set_debug_checks(True)
     with pytest.raises(ValueError) as error:
         rows = 3 + dist.get_rank(group)
@@ -128,7 +127,6 @@ def ranks() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["two", "all"])
 def results(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each rank computed, per case."""
     world = 2 if request.param == "two" else len(ranks)
     return [list(case) for case in zip(*(rank[str(world)] for rank in ranks[-world:]), strict=True)]
 

@@ -66,7 +66,6 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """(step, metrics) of every logged step."""
     return [
         (r.history.step.num, {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item})
         for r in records(path)

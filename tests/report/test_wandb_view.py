@@ -56,21 +56,17 @@ def wandb_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def test_the_view_in_the_project_has_every_panel_of_the_report_once_with_its_metrics(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces")
     with wandb_server() as (address, requests):
-        place = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path_factory.mktemp("home"))}
+        place = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)}
         command = [sys.executable, "-m", "megatron_rc", "wandb-view", "team/project"]
         environment = {**os.environ, **place, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{address}/team/project")
     (request,) = [request for request in requests if "UpsertView2" in request["query"]]
-    return dict(request["variables"])
-
-
-def test_the_view_in_the_project_has_every_panel_of_the_report_once_with_its_metrics(saved: dict[str, Any]) -> None:
+    saved = request["variables"]
     found = [saved[name] for name in ("entityName", "projectName", "displayName", "type")]
     assert found == ["team", "project", VIEW, "project-view"]
     sections = json.loads(saved["spec"])["section"]["panelBankConfig"]["sections"]

@@ -114,7 +114,6 @@ class Source(NamedTuple):
 
 
 def natural(launch: Launch, target: str) -> Source:
-    """The kernel that these arguments ask for."""
     return _specialised("aligned", launch, target)
 
 
@@ -153,8 +152,6 @@ def _with_integers(launch: Launch, value: int, selects: Callable[[str], bool]) -
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel uses."""
-
     registers: int
     """A thread."""
     spilled: int

@@ -264,7 +264,6 @@ def outcome_by_the_book(
 
 
 def runs(tokens: list[int]) -> list[list[int]]:
-    """Contiguous runs."""
     found: list[list[int]] = []
     for t in tokens:
         if found and found[-1][-1] == t - 1:

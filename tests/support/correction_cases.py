@@ -15,8 +15,6 @@ from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 @dataclass
 class Case:
-    """A packed batch."""
-
     train: Tensor
     rollout: Tensor
     mask: Tensor

@@ -70,7 +70,6 @@ class World:
         return [table[step].item() for step in self.steps(y)]
 
     def probability(self, table: Tensor) -> Tensor:
-        """Probability of every sequence."""
         return torch.tensor([math.exp(sum(self.logprobs(y, table))) for y in self.sequences], dtype=torch.float64)
 
     @cached_property

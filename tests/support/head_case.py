@@ -28,7 +28,6 @@ class Case(NamedTuple):
         return self.hidden.detach().clone().requires_grad_(), self.weight.detach().clone().requires_grad_()
 
     def of_loss(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of the loss, after the targets or log-probs."""
         batch = self.batch
         given = (batch["old"], batch["advantages"], corrected_of(batch, RolloutCorrection(old="recompute")))
         return given, {"scale": batch["scale"], "reference_logprobs": batch["reference"], **TERMS}

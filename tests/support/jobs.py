@@ -74,7 +74,6 @@ class Job(AbstractContextManager["Job"]):
 
     @property
     def pid(self) -> int:
-        """The process of the first rank."""
         pid = self._processes[0].pid
         return pid
 
@@ -204,7 +203,6 @@ def script_environment() -> dict[str, str]:
 
 
 def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tuple[str, int] | None = None) -> Job:
-    """Start a job in the folder of its settings; see `Job`."""
     return Job(["train", str(config), *arguments], config.parent, processes, freeze_before)
 
 

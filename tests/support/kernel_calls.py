@@ -44,8 +44,6 @@ class Answer(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A call and what it reads."""
-
     inputs: list[Tensor]
     run: Callable[[str], Answer]
     """By a backend; makes no inputs and, on a device, does not wait for it."""

@@ -42,8 +42,6 @@ PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_ten
 
 
 class Job:
-    """A trainer's side: a pool, a sync, and the seeds of weights sent."""
-
     def __init__(self, urls: list[str], transport: Any, folder: Path, **options: Any) -> None:
         self.pool = Pool(urls, concurrency=4, timeout_s=60)
         given = {"bucket_bytes": 600, "sync_dir": str(folder), "timeout_s": 60.0, **options}

@@ -71,7 +71,6 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recording]:
-    """The recording of a kind of model, made once."""
     return cache(lambda kind: Recording(tmp_path_factory.mktemp(kind), warm_model(kind, tmp_path_factory)))
 
 

@@ -28,8 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """One server, and models of seeds 0 (what it was started with), 1 and 2."""
-
     def __init__(self, server: SglangServer, kind: str, transport: Any, folder: Path) -> None:
         self.server = server
         self.config = json.loads((Path(server.model) / "config.json").read_text())
