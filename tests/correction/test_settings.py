@@ -73,7 +73,6 @@ def centered(weight: Weight | None = None, **fields: Any) -> RolloutCorrection:
         (lambda: Weight(mode="clip", lower=0.5, upper_by_lag=((0, 0.4),)), "upper must be > lower"),
         (lambda: Weight(mode="mask", upper="measured"), "mode must be 'truncate' when upper is 'measured'"),
         (lambda: Weight("segment", upper="measured"), "'token', 'sequence' or 'geometric' when upper is 'measured'"),
-        (lambda: Weight(growth="sqrt_lag", upper="measured"), "growth must be 'none' and upper_by_lag empty when up"),
         (lambda: Weight(staleness_upper=0.0), "staleness_upper must be > 0 for a ratio, got 0.0"),
         (lambda: Weight("sequence", staleness_upper=2.0), "level must be 'token' when staleness_upper is set, got"),
         (lambda: Weight(growth="sqrt_lag", staleness_upper=2.0), "staleness_upper must be None for an upper that is m"),

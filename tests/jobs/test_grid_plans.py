@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import DENSE, settings_file
-from report_records import write_all
+from report_pages import write_all
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import TASK, finished_job, killed_after, settings_file, timeless, typed_job, warm_model
+from jobs import TASK, finished_job, settings_file, started, timeless, typed_job, warm_model
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
@@ -53,7 +53,9 @@ def resumed_equals_uninterrupted(
     """Kill a job in the step after ``step``, start it again with ``resume``, and compare its metrics with ``whole``."""
     config, output = settings_file(folder, job), folder / "killed"
     words = ("--set", f"output={output}", *arguments)
-    killed_after(config, *words, processes=processes, phase=phase, step=step)
+    # killed, children included, when the step is recorded and the next one is only computed
+    with started(config, *words, processes=processes, freeze_before=(phase, step + 1)) as killed:
+        killed.wait_until_frozen()
     last_recorded = read_metrics(output / "metrics.jsonl")[-1]
     assert (last_recorded["phase"], last_recorded["step"]) == (phase, step)
     assert timeless(resume(config, *words, processes=processes)) == timeless(whole)

@@ -28,7 +28,7 @@ from test_correction import (  # noqa: F401
     test_corruption_drops_the_token_or_the_sequence,
     test_gates_compare_unclamped_logs_and_weights_clamped_ones,
 )
-from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
+from test_measured_upper import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
 
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 

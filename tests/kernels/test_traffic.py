@@ -17,7 +17,7 @@ from speed.traffic import Place, Traffic, counted_traffic
 pytestmark = pytest.mark.interpreter
 
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
-CORRECTIONS = {name: preset.correction for name, preset in PRESETS.items()}
+CORRECTIONS = {name: preset.correction for name, preset in PRESETS.items()} | {"every level": EVERY_LEVEL}
 
 
 def traffic_of_rows(logits: torch.Tensor, **options: Any) -> Traffic:
@@ -52,9 +52,8 @@ def test_rows_with_mask_0_and_columns_of_padding_are_not_read() -> None:
 
 
 @pytest.mark.usefixtures("no_debug_checks")
-@pytest.mark.parametrize("name", [*CORRECTIONS, "every level"])
-def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(name: str) -> None:
-    correction: RolloutCorrection = EVERY_LEVEL if name == "every level" else CORRECTIONS[name]
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(correction: RolloutCorrection) -> None:
     batch = case([300, 1, 512, 700, 0, 900, 400, 640, 643], density=0.98)
     tokens = len(batch.mask)
     with counted_traffic() as traffic:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,10 +32,6 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 """Bytes of shared memory that one program may use."""
 ONE_TARGET = "sm_90"
 """Where variants are compiled whose code differs before the target matters."""
-
-
-def kernel_modules() -> list[ModuleType]:
-    return [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
 
 
 class _ReadTable(dict[str, Any]):
@@ -82,7 +77,7 @@ class Capture:
 def captured(calls: Callable[[], object]) -> Capture:
     """Records the launches of `calls` on CPU tensors; nothing runs, and what the kernels would fill stays unset."""
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET leaves nothing to compile"
-    modules = kernel_modules()
+    modules = [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
     with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope(), recorded_launches() as launches:
         # the kernels are defined already, and stay compiled ones: this is what lets CPU tensors through
         triton.knobs.runtime.interpret = True

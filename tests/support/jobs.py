@@ -74,8 +74,7 @@ class Job(AbstractContextManager["Job"]):
 
     @property
     def pid(self) -> int:
-        pid = self._processes[0].pid
-        return pid
+        return self._processes[0].pid
 
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -204,12 +203,6 @@ def script_environment() -> dict[str, str]:
 
 def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tuple[str, int] | None = None) -> Job:
     return Job(["train", str(config), *arguments], config.parent, processes, freeze_before)
-
-
-def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
-    """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next one is only computed."""
-    with started(config, *arguments, processes=processes, freeze_before=(phase, step + 1)) as job:
-        job.wait_until_frozen()
 
 
 def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:

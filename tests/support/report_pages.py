@@ -1,4 +1,4 @@
-"""Pages of reports, parsed, and in Debian's chromium: what a reader sees at several widths, in light and in dark."""
+"""Records and pages of reports: of a small made-up run, parsed, and in Debian's chromium as a reader sees them."""
 
 import html
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_rc.report.log import MetricsLog
 
 WIDTHS = (360, 420, 1400)
 CONTRAST = 4.5
@@ -86,3 +88,17 @@ class Page(HTMLParser):
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
+
+
+def warmup(steps: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"phase": "warmup", "step": s, "cross_entropy": 2 / s} for s in steps]
+
+
+def rl(steps: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"phase": "rl", "step": s, "reward/mean": s / 100, "old/k3": 1e-5 * (s + 1)} for s in steps]
+
+
+def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    with MetricsLog(folder) as log:
+        for record in records:
+            log.write(record)
