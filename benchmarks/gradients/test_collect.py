@@ -7,8 +7,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from jobs import DENSE, finished_job, settings_file
-from warm_models import TASK
+from jobs import DENSE, TASK, finished_job, settings_file
 
 pytestmark = pytest.mark.full
 

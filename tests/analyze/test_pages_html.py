@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import opened
-from html_page import Page
+from report_pages import Page, opened
 from simulated_dumps import (
     ONE_EACH,
     TRAPS,

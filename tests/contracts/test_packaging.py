@@ -10,9 +10,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-import pythons
-from built_wheel import build, installed, requirements
-from constraints import pins
+from built_wheel import build, installed, pins, requirements, tools
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +166,7 @@ def test_launch_scripts_name_what_is_wrong_with_python(script: str, tmp_path: Pa
 def test_a_typed_loop_passes_and_a_wrong_type_does_not(checker: str, wheel: Path, tmp_path: Path) -> None:
     program = Path(sys.executable).with_name(checker)
     if checker != "mypy":  # pyright as a wheel, which downloads nothing when it runs
-        program = pythons.tools(checker, checker).with_name(checker)
+        program = tools(checker, checker).with_name(checker)
     python = installed(wheel, tmp_path / "venv")
     # torch and the others are those of this environment
     (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pythons
-from built_wheel import ROOT, build
-from host_pins import BROUGHT_BY_HOSTS, HOST_PINS, held
+from built_wheel import BROUGHT_BY_HOSTS, HOST_PINS, ROOT, build, held, tools
 
 from megatron_rc.schema import load_yaml
 
@@ -59,7 +57,7 @@ def test_a_release_is_checked_before_the_only_job_that_may_publish_it() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_what_is_published_passes_twine(checkout: Path, tmp_path: Path) -> None:
-    python = pythons.tools("publishing", "build", "setuptools>=77", "twine")
+    python = tools("publishing", "build", "setuptools>=77", "twine")
     for command in (["build", "--no-isolation", "--outdir", tmp_path, checkout], ["twine", "check", "--strict"]):
         command += sorted(tmp_path.iterdir()) if command[0] == "twine" else []
         done = subprocess.run([python, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -9,9 +9,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from built_wheel import ROOT, installed, requirements, with_requirements
-from constraints import pins
-from host_pins import BROUGHT_BY_HOSTS, HOST_PINS, held
+from built_wheel import BROUGHT_BY_HOSTS, HOST_PINS, ROOT, held, installed, pins, requirements, with_requirements
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name

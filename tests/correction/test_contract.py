@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, below_zero, case, gapped, padded_around, weight
-from extras import correct
+from correction_cases import Case, below_zero, case, correct, gapped, padded_around, weight
 from torch import Tensor
 
 from megatron_rc.correction.correct import pair_metrics
@@ -17,6 +16,7 @@ from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrectio
 from megatron_rc.loss.scale import loss_scale
 
 INF, NAN = math.inf, math.nan
+PAIR = ("train_logprobs", "rollout_logprobs", "loss_mask")
 
 
 def test_rows_without_loss_and_empty_sequences_change_no_metric() -> None:
@@ -186,7 +186,8 @@ def test_a_batch_without_loss_tokens_is_legal(name: str, lengths: list[int]) -> 
 @pytest.mark.parametrize(
     "weight",
     [Weight("sequence", "mask", 0.7, 2.0), Weight("segment", "mask", 0.8, 1.3, growth="sqrt_lag"),
-     Weight(upper=1.3, staleness_upper=1.2)],
+     Weight(upper=1.3, staleness_upper=1.2),
+     *(Weight(level, upper="measured") for level in ("token", "sequence", "geometric"))],
 )  # fmt: skip
 def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> None:
     batch = case([3, 0, 5, 2, 6, 4], gap=0.5)
@@ -197,7 +198,8 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
 
     def metrics_of(part: Case) -> MetricSums:
         sampling = part.statistics["sampling"] if weight.staleness_upper else None
-        return correct(*part.arguments, correction=correction, sampling_logprobs=sampling, **part.options).metrics
+        given = {"sampling_logprobs": sampling, "measured_upper": 1.2, **part.options}
+        return correct(*part.arguments, correction=correction, **given).metrics
 
     whole = metrics_of(batch).values()
     for cuts in itertools.combinations(range(7), 2):
@@ -233,6 +235,7 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
         ({"backend": "triton"}, "train_logprobs must be on a CUDA device for backend .triton."),
         ({"backend": "cuda"}, "backend must be"),
         ({"cu_seqlens": None}, "cu_seqlens must be given"),
+        (dict.fromkeys(PAIR, torch.zeros(1, 3)), "cu_seqlens must be None"),
         ({"cu_seqlens": torch.tensor([0.0, 3.0])}, "cu_seqlens must hold whole numbers, got torch.float32"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[S \+ 1\]"),
         ({"loss_mask": torch.ones(2, dtype=torch.bool)}, "must have one shape"),
@@ -272,12 +275,6 @@ def test_a_wrong_call_is_one_sentence_that_names_the_argument(change: dict[str, 
     with pytest.raises(ValueError, match=message) as error:
         correct(**(arguments | change))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
-
-
-def test_padded_input_refuses_cu_seqlens() -> None:
-    zeros = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="cu_seqlens must be None"):
-        correct(zeros, zeros, zeros.bool(), correction=RolloutCorrection(), cu_seqlens=torch.tensor([0, 6]))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, by_the_book, case, gapped, weight
-from extras import correct, on_gaps
+from correction_book import by_the_book
+from correction_cases import Case, case, correct, gapped, on_gaps, weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

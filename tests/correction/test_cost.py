@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from correction_book import case
-from extras import correct
+from correction_cases import case, correct
 
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_slice import context_slice, numbered_batch
-from correction_book import Case, case
+from correction_cases import Case, case, correct
 from distributed import run_ranks
-from extras import correct
 from route_sets import random_routes
 from torch import Tensor
 
@@ -86,7 +85,6 @@ def answer(
     local: TokenBatch, sequences: list[int], index: int, dp_group: Any = None, cp_group: Any = None, **options: Any
 ) -> Answer:
     batch, rows = whole_batch(), local.tokens
-    assert batch.lags is not None
     corrected = correct(
         batch.train[rows], local.rollout_logprobs, local.loss_mask, correction=CORRECTIONS[index],
         cu_seqlens=local.cu_seqlens, segment_ids=local.segment_ids, num_segments=local.num_segments,

@@ -61,7 +61,6 @@ def facts(**changes: float) -> dict[str, float]:
 )
 def test_the_warning_names_what_is_lost_and_the_level_that_would_work(correction: Any, changes: Any, said: str) -> None:
     sentence = lost_batch(facts(**changes), correction, "old/")
-    assert sentence is not None
     assert re.search(said, sentence), sentence
     assert "k3 is 0.001 nats per token and the mean length 4000 tokens" in sentence
     assert "= 500 tokens, so use a weight of level token" in sentence

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case
-from extras import correct, on_gaps
+from correction_cases import Case, case, correct, on_gaps
 from test_correction import check
 from torch import Tensor
 
@@ -49,7 +48,6 @@ def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_t
     batch = stale([12, 0, 7, 30, 1, 9])
     correction = RolloutCorrection.preset("icepop")
     given = correct(*batch.arguments, correction=correction, **batch.options)
-    assert batch.lags is not None
     batch.lags = batch.lags.clamp(max=3)
     fresher = correct(*batch.arguments, correction=correction, **batch.options).metrics.values()
     batch.lags = None
@@ -65,30 +63,26 @@ def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_t
         assert pooled == pytest.approx(values[metric], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "correction",
-    [
-        RolloutCorrection(Weight(growth="sqrt_lag")),
-        RolloutCorrection(Weight(**BY_LAG)),
-        RolloutCorrection(reject=(Rejection("lag", "token", upper=4.0),)),
-    ],
-)
-def test_a_correction_that_depends_on_lags_is_refused_without_them(correction: RolloutCorrection) -> None:
-    with pytest.raises(ValueError, match="lags must be given for a rejection on 'lag' and for a weight whose bounds"):
-        on_gaps(correction, 0.1, 0.2)
+WITHOUT_LAGS = "lags must be given for a rejection on 'lag' and for a weight whose bounds"
 
 
 @pytest.mark.parametrize(
-    ("lags", "message"),
+    ("correction", "lags", "message"),
     [
-        (torch.ones(2), "lags must be whole numbers of updates, got torch.float32"),
-        (torch.ones(3, dtype=torch.int32), r"lags must have the shape \(2,\) of loss_mask, got \(3,\)"),
-        (torch.tensor([1, -1]), "lags of loss tokens must be >= 0, got -1"),
+        (RolloutCorrection(Weight(growth="sqrt_lag")), None, WITHOUT_LAGS),
+        (RolloutCorrection(Weight(**BY_LAG)), None, WITHOUT_LAGS),
+        (RolloutCorrection(reject=(Rejection("lag", "token", upper=4.0),)), None, WITHOUT_LAGS),
+        (RolloutCorrection(), torch.ones(2), "lags must be whole numbers of updates, got torch.float32"),
+        (RolloutCorrection(), torch.ones(3).int(), r"lags must have the shape \(2,\) of loss_mask, got \(3,\)"),
+        (RolloutCorrection(), torch.tensor([1, -1]), "lags of loss tokens must be >= 0, got -1"),
+        (RolloutCorrection(Weight(staleness_upper=2.0)), None, "sampling_logprobs must be given for a weight with s"),
     ],
 )
-def test_wrong_lags_are_refused(lags: torch.Tensor, message: str) -> None:
+def test_a_correction_is_refused_without_the_lags_or_log_probs_that_it_reads(
+    correction: RolloutCorrection, lags: Tensor | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        on_gaps(RolloutCorrection(), 0.1, 0.2, lags=lags)
+        on_gaps(correction, 0.1, 0.2, lags=lags)
 
 
 def test_an_infinite_upper_bound_stays_infinite_at_every_lag() -> None:
@@ -156,9 +150,3 @@ def test_a_token_that_pi_gives_no_chance_weighs_nothing() -> None:
     correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
     found = on_gaps(correction, -math.inf, 0.2, sampling_logprobs=torch.zeros(2))
     assert found.weights.tolist() == pytest.approx([0.0, math.exp(0.2)]) and found.mask.all()
-
-
-def test_it_is_refused_without_the_log_probs_of_the_version_that_sampled() -> None:
-    correction = RolloutCorrection(Weight(staleness_upper=2.0))
-    with pytest.raises(ValueError, match="sampling_logprobs must be given for a weight with staleness_upper: log"):
-        on_gaps(correction, 0.1, 0.2)

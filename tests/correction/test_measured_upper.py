@@ -1,4 +1,4 @@
-"""Weight(upper="measured"): the bound that the rollout before measured, and how the next one is measured."""
+"""Bounds of what was measured: Weight(upper="measured"), and the gate `standardized`, fair to every length."""
 
 import itertools
 import math
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, case
+from correction_cases import Case, below_zero, case, correct, on_gaps
 from enumeration import Batch, World
-from extras import correct
 
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection, Weight
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LEVELS: list[Any] = ["token", "sequence", "geometric"]
 
@@ -70,16 +70,6 @@ def test_the_weight_is_truncated_at_the_c_of_the_rollout_before(level: Any) -> N
     assert {name: values[name] for name in fixed.metrics.values()} == pytest.approx(fixed.metrics.values(), nan_ok=True)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> None:
-    batch, sums = case([30, 5, 80, 0, 41, 17], density=0.9, gap=0.5), MetricSums()
-    whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
-    for first, last in ((0, 1), (1, 4), (4, 6)):
-        part = batch.part(first, last)
-        sums.merge(correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options).metrics)
-    assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
-
-
 @pytest.mark.parametrize("samples", [4, 40, 400, 4000])
 def test_the_measured_c_has_the_least_enumerated_error_and_loosens_as_samples_grow(samples: int) -> None:
     """Over every sequence of a world, for a batch of so many: exact bias and variance of mean min(rho, C) A."""
@@ -110,3 +100,106 @@ def test_a_caller_without_a_c_of_the_rollout_before_is_refused(given: float | No
         correct(*batch.arguments, correction=measured("token"), measured_upper=2.0, cu_seqlens=batch.cu_seqlens)
     with pytest.raises(ValueError, match="upper must be a number in my hook, which keeps no bound"):
         measured("token").check_one_micro_batch("my hook")
+
+
+GATE = RolloutCorrection(reject=(Rejection("standardized", "sequence", upper=2.0),))
+REJECTED = "rejected_standardized_sequence_seq"
+
+
+def gaussian(length: int, k3: float, tokens: int = 160_000, seed: int = 0) -> torch.Tensor:
+    """[S, T] honest log-ratios of whole sequences: variance 2 K, and the mean -K that E[rho] = 1 asks for."""
+    noise = torch.randn(max(tokens // length, 64), length, generator=torch.Generator().manual_seed(seed))
+    return noise.mul_(math.sqrt(2 * k3)).sub_(k3)
+
+
+def gated(log_ratios: torch.Tensor, **options: Any) -> Corrected:
+    mask = torch.ones_like(log_ratios, dtype=torch.bool)
+    pair = below_zero(log_ratios, torch.zeros_like(log_ratios))
+    return correct(*pair, mask, correction=GATE, backend="torch", **options)
+
+
+@pytest.mark.parametrize("k3", [1e-5, 1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("length", [40, 400, 2000, 16_000])
+def test_94_to_96_percent_of_honest_sequences_are_kept_at_every_length_and_gap(length: int, k3: float) -> None:
+    # the distribution of a sum is known: many sequences cost no more than their sums
+    generator = torch.Generator().manual_seed(length)
+    sums = torch.randn(20_000, generator=generator).mul(math.sqrt(2 * length * k3)).sub(length * k3)
+    measured = gated(gaussian(length, k3)).mean_k3
+    assert measured is not None and measured.item() == pytest.approx(k3, rel=0.02)
+    # a sequence of two tokens represents one of T: of K T / 2 each
+    kept = 1 - gated(torch.stack([sums / 2, sums / 2], 1), mean_k3=measured * length / 2).metrics.values()[REJECTED]
+    assert 0.93 <= kept <= 0.97
+    assert kept == pytest.approx(0.9545, abs=0.015)
+
+
+@pytest.mark.parametrize("k3", [3e-4, 1e-3, 1e-2])
+def test_one_odd_token_among_50_000_moves_the_kept_share_by_less_than_a_point(k3: float) -> None:
+    honest = gaussian(100, k3, tokens=50_000)
+    odd = honest.clone()
+    odd[7, 3] = 10.0
+    before, after = gated(honest), gated(odd)
+    assert abs(after.mask.double().mean() - before.mask.double().mean()) < 0.01
+    assert not after.mask[7].any()
+    # without the cap on k3, K would be that of the odd token
+    assert not gated(odd, mean_k3=torch.tensor(math.exp(10) / 50_000)).mask.any()
+
+
+@pytest.mark.parametrize("noise", [0.0, 3e-7])
+def test_an_exact_engine_keeps_everything(noise: float) -> None:
+    corrected = gated(noise * torch.randn(9, 4000, generator=torch.Generator().manual_seed(1)).sign())
+    assert corrected.mask.all()
+    assert corrected.metrics.values()["pi_mass_kept"] == 1
+
+
+def test_a_sequence_on_the_bound_is_kept_and_beyond_it_is_dropped() -> None:
+    # T = 4 and K = 1/32: z = (S + 1/8) / (1/2) is 2 at S = 7/8 and at S = -9/8
+    mean_k3 = torch.tensor(1 / 32)
+    for edge, step in ((7 / 8, 1e-6), (-9 / 8, -1e-6)):
+        for total, kept in ((edge, True), (edge + step, False)):
+            assert on_gaps(GATE, total, 0.0, 0.0, 0.0, mean_k3=mean_k3).mask.all() == kept, total
+
+
+@pytest.mark.parametrize(("spread", "percent"), [(0.5, 84), (2.0, 50), (16.0, 0.0128)])
+def test_the_gate_keeps_ever_less_of_what_pi_would_sample(spread: float, percent: float) -> None:
+    """What it costs to be an outlier filter: pi_mass_kept, against a draw from pi."""
+    found = gated(gaussian(40, spread / 40), mean_k3=torch.tensor(spread / 40)).metrics.values()["pi_mass_kept"]
+    assert 100 * found == pytest.approx(percent, rel=0.05)
+    # under pi, log rho(y) is Gaussian with the same variance and the mean +T K
+    draws = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z = (draws * math.sqrt(2 * spread) + 2 * spread) / math.sqrt(2 * spread)
+    assert found == pytest.approx((z.abs() <= 2).double().mean().item(), abs=5e-3)
+
+
+def test_a_given_mean_k3_makes_every_cut_into_micro_batches_equal() -> None:
+    batch, gate = case([30, 5, 80, 0, 41, 17], density=0.9), Rejection("standardized", "segment", upper=1.0)
+    correction = RolloutCorrection(reject=(gate,))
+    whole = correct(*batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens)
+    masks, sums = [], MetricSums()
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        part = batch.part(first, last)
+        found = correct(*part.arguments, correction=correction, cu_seqlens=part.cu_seqlens, mean_k3=whole.mean_k3)
+        masks.append(found.mask)
+        sums.merge(found.metrics)
+    assert torch.equal(torch.cat(masks), whole.mask)
+    assert 0 < whole.mask.sum() < batch.mask.sum()
+    assert sums.values() == pytest.approx(whole.metrics.values(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_k3_is_returned_in_fp64_whatever_was_given(dtype: torch.dtype) -> None:
+    given = torch.tensor(1 / 32, dtype=dtype)
+    for mean_k3 in (None, given):
+        found = on_gaps(GATE, 0.5, 0.0, -0.25, mean_k3=mean_k3).mean_k3
+        assert found is not None and found.dtype == torch.float64 and found > 0
+    assert found == given
+
+
+def test_the_mean_k3_is_on_the_device_of_the_batch_and_a_single_number() -> None:
+    with pytest.raises(ValueError, match=r"mean_k3 must be 0-d and on cpu, got \(1,\) on cpu"):
+        gated(torch.zeros(2, 3), mean_k3=torch.zeros(1))
+
+
+def test_a_caller_of_one_micro_batch_refuses_it() -> None:
+    with pytest.raises(ValueError, match="reject must not use 'standardized' in my hook, which sees one micro-batch"):
+        GATE.check_one_micro_batch("my hook")
+    RolloutCorrection.preset("geo-mask").check_one_micro_batch("my hook")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import below_zero, by_the_book, case
-from extras import correct
+from correction_book import by_the_book
+from correction_cases import below_zero, case, correct
 
 from megatron_rc.correction import warnings as alarms
 from megatron_rc.correction.correct import pair_metrics

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from context_slice import context_slice, numbered_batch
-from correction_book import case
+from correction_cases import case
 from enumeration import WORLDS, Batch, World
 from enumeration import world as world
 from test_correction import check
@@ -69,8 +69,6 @@ def test_weights_are_those_of_the_definition(mode: Any, growth: Any) -> None:
 def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:
     mask = torch.tensor([False, True, True, False, True, False, False, True, True, False])
     batch = numbered_batch(mask, torch.tensor([0, 6, 10], dtype=torch.int32), torch.zeros(10))
-    assert batch.positions is not None
     assert batch.positions[mask].tolist() == [0, 1, 2, 0, 1]
     for part in (batch.select([1, 0]), *(context_slice(batch, 2, rank) for rank in (0, 1))):
-        assert part.positions is not None
         assert torch.equal(part.positions, batch.positions[part.tokens])

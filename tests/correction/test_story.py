@@ -1,4 +1,7 @@
-"""The few lines that tell what a correction is compute what the library computes."""
+"""The lines that tell what a correction is compute what the library computes, and the page of methods holds."""
+
+import re
+from pathlib import Path
 
 import torch
 from story import story
@@ -23,3 +26,12 @@ def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> N
     assert 0 < (found.weights == 2).sum() < n
     torch.testing.assert_close(told["loss"], loss)
     torch.testing.assert_close(slope, torch.autograd.grad(loss, current)[0])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def test_the_examples_of_the_page_of_methods_hold() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    exec("\n".join(blocks), {})

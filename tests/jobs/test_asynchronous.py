@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job, finished_job, settings_file, started, typed_job
+from jobs import TASK, Job, finished_job, settings_file, started, timeless, typed_job, warm_model
 from process_groups import children
-from warm_models import TASK, timeless, warm_model
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_file, train
-from warm_models import doctored
+from jobs import DENSE, REWARDS, doctored, run_together, save_tiny_checkpoint, settings_file, train
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema import dump_yaml
@@ -118,10 +117,7 @@ def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path
     assert (folder / output / "checkpoints" / f"rl-{steps:06d}" / "state.json").is_file()
 
 
-def test_a_response_without_room_is_found_before_the_warm_up(folder: Path, ended: Any) -> None:
-    assert ended["context"][0] == 2 and not (folder / "context").exists()
-
-
-def test_a_missing_package_is_found_before_anything_is_built_and_a_good_job_ends_with_0(ended: Any, folder: Path):
-    assert ended["missing package"][0] == 2 and not (folder / "package").exists()
+def test_some_errors_are_found_before_anything_is_built_and_a_good_job_ends_with_0(ended: Any, folder: Path) -> None:
+    for case, output in (("context", "context"), ("missing package", "package")):
+        assert ended[case][0] == 2 and not (folder / output).exists()
     assert ended["good"][0] == 0, ended["good"][1]

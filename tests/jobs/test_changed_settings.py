@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ROOT, Job, environment, letters_task, run_together, save_tiny_checkpoint, settings_file, started, train
-from warm_models import timeless
+from jobs import ROOT, Job, environment, run_together, started, timeless, tiny_job, train
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.changes import MAY_CHANGE
@@ -53,8 +52,7 @@ def goes_on(job: Job, *signals: signal.Signals) -> tuple[int, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings, and the folders of runs: finished, killed, one of six steps, and a copy per case after its command."""
     folder = tmp_path_factory.mktemp("changed")
-    save_tiny_checkpoint(folder / "hf")
-    config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
+    config = tiny_job(folder, JOB)
     job = frozen(config, folder / "killed", 4)
     commands = [train(config, folder / "finished"), train(config, folder / "six", "train.steps=6")]
     (in_use, said), *others = run_together([train(config, folder / "killed"), *commands], folder)

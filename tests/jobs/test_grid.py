@@ -9,7 +9,7 @@ import pytest
 import yaml
 from jobs import DENSE, MOE, ROOT, letters_task, run_together, settings_file
 from launch_scripts import write_script
-from report_records import write_all
+from report_pages import write_all
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids

@@ -1,5 +1,6 @@
-"""Groups of cells, grids that share a budget and warm-ups, and workers that are told in time."""
+"""Groups of cells, grids that share a budget and warm-ups, workers that are told in time, and runs that are judged."""
 
+import csv
 import json
 import multiprocessing
 import time
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 from jobs import DENSE, settings_file
+from report_pages import write_all
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
-from megatron_rc.jobs import workers
+from megatron_rc.jobs import verdicts, workers
 from megatron_rc.jobs.grid import Cell, GridSettings, run_and_write
 from megatron_rc.jobs.progress import Progress
 from megatron_rc.jobs.workers import Budget, TooSlow, run_in_workers
@@ -216,3 +218,52 @@ def test_workers_are_refused_where_every_job_starts_processes_of_its_own(tmp_pat
     grid = GridSettings(job={}, axes={"a": {"b": {}}}, output=str(tmp_path), launcher="torchrun")
     with pytest.raises(ValueError, match="launcher must be empty"):
         run_and_write(grid, {}, workers=2)
+
+
+def judged_grid(folder: Path, **train: int) -> grids.GridSettings:
+    job = JOB | {"task": {"kind": "arithmetic", "options": {"held_out": 128}}}
+    job["train"] = {"steps": 7, "eval_interval": 1, "eval_samples": 4} | train
+    return grid_of(folder, job=job, endpoints={"exact": {"gap": "exact", "method": "none"}})
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ({"eval_samples": 3}, "exact-none seed 1: endpoints.min_answers is 512, and an evaluation has 384 answers"),
+        ({"eval_interval": 2}, "endpoints need 6 evaluations, and train.steps 7 with train.eval_interval 2 gives 5"),
+    ],
+)
+def test_too_few_or_small_evaluations_are_refused_first(train: dict[str, int], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        grids.run_and_write(judged_grid(tmp_path, **train), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_endpoints_csv_compares_every_run_with_the_exact_run_of_its_seed(tmp_path: Path) -> None:
+    grid = judged_grid(tmp_path)
+    curves = {
+        ("exact-none", 1): [0.4, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9],
+        ("lag-none", 1): [0.4, 0.8, 0.8, 0.8, 0.2, 0.2, 0.2, 0.2],
+        ("lag-tis", 1): [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7],
+        ("lag-tis", 2): [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7],
+        ("lag-none", 2): [0.4, 0.5],
+    }
+    for (name, seed), values in curves.items():
+        records = [{"phase": "rl", "step": i, "eval/accuracy": value} for i, value in enumerate(values)]
+        write_all(tmp_path / name / f"seed-{seed}", records)
+    unfinished = tmp_path / "lag-none/seed-2"
+    grids.run_and_write(grid, {}, only_write=True)
+    rows = list(csv.DictReader((tmp_path / verdicts.FILE_NAME).open()))
+    assert [(r["gap"], r["method"], r["seed"]) for r in rows] == [
+        ("exact", "none", "1"), ("lag", "none", "1"), ("lag", "tis", "1"), ("lag", "tis", "2"),
+    ]  # fmt: skip
+    # the second seed has no exact run
+    assert [row["failed"] for row in rows] == ["0", "1", "0", ""]
+    assert [row["collapsed_at"] for row in rows] == ["", "5", "", ""]
+
+    (unfinished / grids.FAILURE).write_text("old/nonfinite_share must be <= 0.01, got 9 of 10\n")
+    grids.run_and_write(grid, {}, only_write=True)
+    rows = list(csv.DictReader((tmp_path / verdicts.FILE_NAME).open()))
+    assert [(r["collapsed_at"], r["reason"]) for r in rows if (r["method"], r["seed"]) == ("none", "2")] == [
+        ("2", "not finite")
+    ]

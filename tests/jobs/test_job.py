@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import letters_task, run_together, save_tiny_checkpoint, settings_file, train
+from jobs import letters_task, run_together, settings_file, tiny_job, train
 from safetensors.torch import load_file
 
 from megatron_rc.dump.schema import read_dump
@@ -54,8 +54,7 @@ CASES: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
-    save_tiny_checkpoint(folder / "hf")
-    config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
+    config = tiny_job(folder, JOB)
     commands = [[*train(config, folder / name, *chosen), "--dump"] for name, chosen in CASES.items()]
     last = ("train.steps=4", "dump.keep=2", "dump.kept_mass=true", "rollout.top_p=0.7")
     commands += [train(config, folder / "last steps", *last)]

@@ -5,8 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from jobs import ROOT, run_together, settings_file, train
-from warm_models import TASK, warm_model
+from jobs import ROOT, TASK, run_together, settings_file, train, warm_model
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import finished_job, killed_after, settings_file, typed_job
-from warm_models import TASK, timeless, warm_model
+from jobs import TASK, finished_job, settings_file, started, timeless, typed_job, warm_model
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
@@ -54,7 +53,9 @@ def resumed_equals_uninterrupted(
     """Kill a job in the step after ``step``, start it again with ``resume``, and compare its metrics with ``whole``."""
     config, output = settings_file(folder, job), folder / "killed"
     words = ("--set", f"output={output}", *arguments)
-    killed_after(config, *words, processes=processes, phase=phase, step=step)
+    # killed, children included, when the step is recorded and the next one is only computed
+    with started(config, *words, processes=processes, freeze_before=(phase, step + 1)) as killed:
+        killed.wait_until_frozen()
     last_recorded = read_metrics(output / "metrics.jsonl")[-1]
     assert (last_recorded["phase"], last_recorded["step"]) == (phase, step)
     assert timeless(resume(config, *words, processes=processes)) == timeless(whole)
@@ -62,14 +63,11 @@ def resumed_equals_uninterrupted(
     assert [records[0]["step"] for records in read_dump(output / "dump")] == [last - 2, last - 1, last]
 
 
-def test_a_job_killed_in_rl_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 4, resume=typed_job)
-
-
-def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(
-    tmp_path: Path, long_job: dict[str, Any], whole: Metrics
+@pytest.mark.parametrize(("step", "resume"), [(4, typed_job), (1, finished_job)], ids=["", "before a checkpoint of rl"])
+def test_a_job_killed_in_rl_resumes_bit_for_bit(
+    step: int, resume: Any, tmp_path: Path, long_job: dict[str, Any], whole: Metrics
 ) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 1)
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", step, resume=resume)
 
 
 def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
@@ -79,9 +77,16 @@ def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: 
 
 
 @pytest.mark.full
-def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
-    job = {**long_job, "train": {**long_job["train"], "optimizer": "sgd"}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 4)
+@pytest.mark.parametrize(
+    ("section", "changes", "phase", "step"),
+    [("train", {"optimizer": "sgd"}, "rl", 4), ("warmup", {"steps": 40}, "warmup", 20)],
+    ids=["without optimizer state", "in the warm-up"],
+)
+def test_other_jobs_resume_bit_for_bit(
+    section: str, changes: dict[str, Any], phase: str, step: int, tmp_path: Path, long_job: dict[str, Any]
+) -> None:
+    job = {**long_job, section: {**long_job[section], **changes}}
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), phase, step)
 
 
 def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resumes_bit_for_bit(
@@ -104,12 +109,6 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
     assert truncated and all(truncated)
     assert all(record["old/staleness_k3"] > 0 for record in whole if record.get("lag")), "compared below"
     resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 5)
-
-
-@pytest.mark.full
-def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
-    job = {**long_job, "warmup": {**long_job["warmup"], "steps": 40}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "warmup", 20)
 
 
 @pytest.mark.full

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from jobs import settings_file, started, train
-from warm_models import TASK, warm_model
+from jobs import TASK, settings_file, started, train, warm_model
 
 from megatron_rc import schema
 from megatron_rc.correction.warnings import ClipPullWarning, Note, TopIdsWarning
@@ -36,7 +35,6 @@ CLIPPED = {"updates": 1.0, "clip_low": 0.04, "clip_high": 0.03}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """What each job said, and its metrics."""
     folder = tmp_path_factory.mktemp("warnings")
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}})
     found = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from extras import correct
+from correction_cases import correct
 from hypothesis import given, settings
 from kernel_correction_data import (
     SEGMENTS,
@@ -99,7 +99,6 @@ def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype, c
 def test_a_loss_mask_of_any_dtype_means_what_is_not_zero() -> None:
     batch = batch_of(LENGTHS)
     expected = run(batch, SEGMENTS)
-    assert batch.cu_seqlens is not None
     for dtype in (torch.int64, torch.bfloat16):
         found = run(replace(batch, mask=batch.mask.to(dtype) * 3, cu_seqlens=batch.cu_seqlens.long()), SEGMENTS)
         assert_same(found.weights, expected.weights)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from extras import correct
+from correction_cases import correct
 from kernel_calls import EVERY_LEVEL
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, padded, small_blocks
 

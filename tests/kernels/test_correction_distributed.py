@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from correction_cases import correct
 from distributed import run_ranks
-from extras import correct
 from kernel_correction_data import small_blocks
 from test_distributed import (
     assert_together_equal_one_process,

@@ -13,8 +13,8 @@ import torch
 from head_case import by_head, distance, exact, head_case
 from kernel_calls import CALLS, COVERED, ON_A_CARD
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of
+from loss_batch import answered, tokens
 from on_device import MadeByTests
-from policy_loss_data import evaluate, tokens
 from row_problems import Problem, assert_exact, kept_problem
 from torch import Tensor
 
@@ -152,7 +152,6 @@ def test_the_last_rows_of_more_elements_than_an_integer_counts(bits: int, kept: 
     if torch.cuda.mem_get_info()[0] < 6 * count * width + 2**32:
         pytest.skip("needs 30 GiB of free memory")
     near = rows(last, width)
-    assert near.up is not None and near.up_entropy is not None
     logits, targets = torch.zeros(count, width, dtype=torch.bfloat16), torch.zeros(count).long()
     ups = torch.zeros(2, count)
     logits[-last:], targets[-last:] = near.logits, near.targets
@@ -167,7 +166,6 @@ def test_the_last_rows_of_more_elements_than_an_integer_counts(bits: int, kept: 
 
 
 def answer(logits: Tensor, targets: Tensor, ups: Tensor, support: Support | None) -> list[Tensor]:
-    """Log-probs, entropy and the gradient in the memory of the logits."""
     view = logits.requires_grad_().view_as(logits)
     options = {"with_entropy": True, "inplace_backward": True, "support": support}
     found = vocab_parallel_logprobs(view, targets, backend="triton", **options)
@@ -195,7 +193,7 @@ def test_a_correction_of_many_tokens(lengths: str, correction: RolloutCorrection
 def test_a_loss_of_many_tokens(count: int) -> None:
     batch = tokens(count)
     options = {"kl_coef": 0.2, "entropy_coef": 0.1, "dual_clip": 3.0}
-    found, truth = evaluate(batch, "triton", **options), evaluate(batch, "torch", dtype=torch.float64, **options)
+    found, truth = answered(batch, "triton", **options), answered(batch, "torch", dtype=torch.float64, **options)
     size = sum(abs(truth.metrics.values()[name]) for name in ("policy_loss", "kl_ref", "entropy"))
     assert found.loss.item() == pytest.approx(truth.loss.item(), abs=1e-6 * max(1.0, size))
     assert (found.by_current.double() - truth.by_current).norm() <= 1e-6 * truth.by_current.norm()

@@ -29,7 +29,6 @@ JOB: dict[str, Any] = {
 
 
 def run(folder: Path, name: str, *assignments: str) -> dict[int, dict[str, Any]]:
-    """Metrics of every reinforcement-learning step."""
     chosen = [f"output={folder / name}", *assignments]
     settings = settings_file(folder, JOB | {"task": letters_task(folder)})
     metrics = finished_job(settings, "--dump", *(w for a in chosen for w in ("--set", a)))

@@ -5,23 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import grouped
-from head_case import by_head, distance, exact, head_case, with_main_grad
+from head_case import by_head, distance, exact, head_case
 from logprobs_truth import random_support, unchecked
+from loss_batch import grouped
 from test_centered import test_a_row_that_does_not_count_has_no_term_and_no_gradient  # noqa: F401
 from test_centering import test_single_precision_agrees_with_the_truth  # noqa: F401
 
-from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
-from megatron_rc.logprobs.logits import vocab_parallel_distribution
+from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from speed.launches import count_launches
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("small_rows")]
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
-@pytest.mark.parametrize(
-    "option", ["one chunk", "padding", "fp32 logits", "strided", "frozen weight", "main_grad", "main_grad at once"]
-)
+@pytest.mark.parametrize("option", ["one chunk", "padding", "fp32 logits", "strided"])
 def test_every_option_equals_the_fp64_truth(option: str, fused: bool) -> None:
     case = head_case(torch.float32)
     softmax: dict[str, Any] = {"temperature": torch.linspace(0.6, 1.4, len(case.targets))}
@@ -30,36 +27,14 @@ def test_every_option_equals_the_fp64_truth(option: str, fused: bool) -> None:
         softmax["vocab_size"] = 12
     if option == "fp32 logits":
         of_head["logits_dtype"] = torch.float32
-    if option == "main_grad at once" and fused:
-        of_head["upstream"] = 0.7
-    leaves: Any = with_main_grad(case, torch.float32) if "main_grad" in option else case.leaves()
+    leaves: Any = case.leaves()
     if option == "strided":
         # at addresses that are no multiple of 16 bytes
         wide = [torch.cat([leaf[:, :1], leaf, leaf[:, :2]], 1).detach() for leaf in leaves]
         leaves = [part[:, 1:-2].requires_grad_() for part in wide]
-    if option == "frozen weight":
-        leaves[1].requires_grad_(False)
     true = exact(case, factor=0.7, **softmax)
     found = by_head(case, fused=fused, factor=0.7, leaves=leaves, backend="triton", **softmax, **of_head)
-    if "main_grad" in option:
-        found = found._replace(by_weight=leaves[1].main_grad - 1)
-    if option == "frozen weight":
-        assert leaves[1].grad is None
-        found, true = found._replace(by_weight=found.loss), true._replace(by_weight=true.loss)
     assert max(map(distance, found, true)) <= 5e-6
-
-
-def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
-    case = head_case(torch.float32)
-    rows = case.batch["loss_mask"].nonzero()[:, 0]
-    support = random_support(case.targets, 13, torch.Generator().manual_seed(0))
-    options: dict[str, Any] = {"mask": case.batch["loss_mask"], "support": support}
-    options |= {"with_kept_mass": True, "with_varentropy": True}
-    expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, backend="torch", **options)
-    head = case.hidden, case.weight, case.targets
-    found = linear_distribution(*head, **grouped(rows=rows, chunk=3, backend="triton", **options))
-    for value, true in zip(found, expected, strict=True):
-        assert value is not None and true is not None and distance(value, true.double()) <= 5e-6
 
 
 @pytest.mark.interpreter

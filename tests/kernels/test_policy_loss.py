@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_batch import corrected_of, with_every_term
+from loss_batch import PER_TOKEN, Result, answered, corrected_of, grouped, tokens, with_every_term
 from on_device import CARD, ROUNDING, assert_same
-from policy_loss_data import PER_TOKEN, Result, evaluate, tokens
 from torch import Tensor
 
 from megatron_rc.kernels.launch_table import LAUNCH
@@ -62,13 +60,13 @@ def plant(batch: dict[str, Tensor], seed: int, *, loud: bool) -> None:
 def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple[dict[str, float], Tensor]:
     """Absolute terms of every metric and of the gradient of every token, so that none cancels another."""
     same_sign = {**batch, "advantages": -batch["advantages"].abs()}
-    size = {k: abs(v) for k, v in evaluate(same_sign, "torch", dtype=torch.float64, **options).metrics.values().items()}
+    size = {k: abs(v) for k, v in answered(same_sign, "torch", dtype=torch.float64, **options).metrics.values().items()}
     total = batch["scale"].sum().item()
     terms = {"kl_ref": options["kl_coef"], "entropy": options["entropy_coef"]}
     size["loss"] = size["policy_loss"] + sum(
         total * terms[name] * size[name] for name in terms if name in size and total
     )
-    without = evaluate(batch, "torch", dtype=torch.float64, **{**options, "kl_coef": 0.0}).by_current
+    without = answered(batch, "torch", dtype=torch.float64, **{**options, "kl_coef": 0.0}).by_current
     return size, without.abs() + (truth.by_current - without).abs()
 
 
@@ -118,14 +116,13 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
     if surrogate != "ppo":
         options["dual_clip"] = None
     options |= dict(old=old, surrogate=surrogate, clip_lower=clips[0], clip_upper=clips[1], upstream=upstream)
-    fused, plain = evaluate(batch, "triton", **options), evaluate(batch, "torch", **options)
-    truth = evaluate(batch, "torch", dtype=torch.float64, **options)
+    fused, plain = answered(batch, "triton", **options), answered(batch, "torch", **options)
+    truth = answered(batch, "torch", dtype=torch.float64, **options)
     of_metrics, of_gradient = magnitudes(batch, truth, **options)
     assert fused.loss.dtype == plain.loss.dtype == fused.by_current.dtype == torch.float32
     assert_as_exact_as_torch(fused.loss, plain.loss, truth.loss, of_metrics["loss"])
     assert_as_exact_as_torch(fused.by_current, plain.by_current, truth.by_current, of_gradient)
     if truth.by_entropy is not None:
-        assert fused.by_entropy is not None
         torch.testing.assert_close(fused.by_entropy.double(), truth.by_entropy, rtol=1e-6, atol=0)
     values, expected = (
         {name: torch.tensor(value, dtype=torch.float64) for name, value in result.metrics.values().items()}
@@ -144,8 +141,8 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
 @pytest.mark.parametrize("kl_estimator", ["k1", "k2"])
 def test_a_kl_estimator_changes_the_value_alone(kl_estimator: str) -> None:
     batch, terms = tokens(70, 3, 1.0), ("reference",)
-    found, usual = (evaluate(batch, "triton", parts=terms, kl_coef=0.3, kl_estimator=k) for k in (kl_estimator, "k3"))
-    truth = evaluate(
+    found, usual = (answered(batch, "triton", parts=terms, kl_coef=0.3, kl_estimator=k) for k in (kl_estimator, "k3"))
+    truth = answered(
         batch, "torch", dtype=torch.float64, parts=terms, kl_coef=0.3, kl_estimator=kl_estimator
     ).metrics.values()
     assert torch.equal(found.by_current, usual.by_current)
@@ -163,9 +160,9 @@ def test_log_ratios_move_the_loss_up_to_their_bound_and_no_further() -> None:
     batch |= dict(advantages=-torch.ones(25), weights=torch.ones(25), mask=torch.ones(25, dtype=torch.bool))
     batch["scale"] = torch.ones(25)
     options: dict[str, Any] = dict(kl_coef=0.5)
-    fused, truth = evaluate(batch, "triton", **options), evaluate(batch, "torch", dtype=torch.float64, **options)
+    fused, truth = answered(batch, "triton", **options), answered(batch, "torch", dtype=torch.float64, **options)
     torch.testing.assert_close(fused.by_current.double(), truth.by_current, rtol=2e-6, atol=1e-14)
-    grid = evaluate(batch, "triton", kl_coef=0.0).by_current
+    grid = answered(batch, "triton", kl_coef=0.0).by_current
     ratio, distance = (-batch["old"].double()).clamp(max=bound).exp(), batch["reference"].double().clamp(-bound, bound)
     torch.testing.assert_close((fused.by_current - grid).double(), -0.5 * ratio * distance, rtol=2e-6, atol=1e-14)
     grid = grid.view(5, 5)
@@ -179,7 +176,7 @@ def test_k3_of_near_and_far_policies_keeps_its_relative_accuracy(distance: float
     d = torch.tensor([sign * distance])
     one = torch.ones(1)
     batch |= dict(current=0 * one, old=0 * one, reference=d, scale=one, advantages=0 * one)
-    fused = evaluate(batch, "triton", kl_coef=1.0)
+    fused = answered(batch, "triton", kl_coef=1.0)
     exact = d.double()
     assert fused.metrics.values()["kl_ref"] == pytest.approx((exact.expm1() - exact).item(), rel=3e-7)
     assert fused.by_current.item() == pytest.approx(-exact.item(), rel=1e-7)
@@ -194,7 +191,7 @@ def test_padded_layout_answers_as_the_packed_one(advantages: str) -> None:
     if advantages == "by sequence":
         rows["advantages"] = values
     options: dict[str, Any] = dict(kl_coef=0.2, entropy_coef=0.1, dual_clip=2.0)
-    packed, padded = evaluate(batch, "triton", **options), evaluate(rows, "triton", **options)
+    packed, padded = answered(batch, "triton", **options), answered(rows, "triton", **options)
     assert_same(padded.loss, packed.loss)
     assert_same(padded.by_current, packed.by_current.view(3, 13))
     assert padded.metrics.values() == pytest.approx(packed.metrics.values(), rel=ROUNDING, abs=0)
@@ -207,7 +204,7 @@ def test_tensors_that_lie_differently_in_memory_give_one_answer(layout: str) -> 
         strided = {name: value.t().contiguous().t() for name, value in rows.items()}
     else:
         strided = {name: torch.cat([v[:1, 0], v.flatten()])[1:].view(5, 8) for name, v in rows.items()}
-    straight, result = (evaluate(part, "triton", kl_coef=0.2, entropy_coef=0.1) for part in (rows, strided))
+    straight, result = (answered(part, "triton", kl_coef=0.2, entropy_coef=0.1) for part in (rows, strided))
     assert straight.by_entropy is not None and result.by_entropy is not None
     for found, expected in zip(result[:3], straight[:3], strict=True):
         assert_same(found, expected)
@@ -217,10 +214,9 @@ def test_tensors_that_lie_differently_in_memory_give_one_answer(layout: str) -> 
 def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in tokens(40, 1).items()}
     options: dict[str, Any] = dict(kl_coef=0.2, entropy_coef=0.1)
-    wide = evaluate(batch, "triton", **options)
+    wide = answered(batch, "triton", **options)
     for backend in ("triton", "torch"):
-        result = evaluate(batch, backend, dtype=dtype, **options)
-        assert result.by_entropy is not None and wide.by_entropy is not None
+        result = answered(batch, backend, dtype=dtype, **options)
         assert result.loss.dtype == torch.float32 and result.by_current.dtype == result.by_entropy.dtype == dtype
         torch.testing.assert_close(result.loss, wide.loss)
         torch.testing.assert_close(result.by_current.float(), wide.by_current, rtol=0.01, atol=1e-6)
@@ -277,16 +273,16 @@ def test_no_token_at_all_gives_a_differentiable_zero(shape: tuple[int, ...], sur
     batch = {name: value.view(shape) for name, value in tokens(0).items()}
     if len(shape) == 2:
         batch["advantages"] = torch.ones(shape[0])
-    result = evaluate(batch, "triton", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
+    result = answered(batch, "triton", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
     assert result.loss.item() == 0 and result.by_current.shape == shape
-    expected = evaluate(batch, "torch", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
+    expected = answered(batch, "torch", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
     assert result.metrics.values() == pytest.approx(expected.metrics.values(), nan_ok=True)
 
 
 def test_only_current_and_entropy_have_gradients_and_each_alone_if_asked() -> None:
     for backend in ("triton", "torch"):
         batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in tokens(20, 4).items()}
-        full = evaluate(batch, backend, kl_coef=0.2, entropy_coef=0.1)
+        full = answered(batch, backend, kl_coef=0.2, entropy_coef=0.1)
         batch["current"] = batch["current"].detach()
         with_every_term(batch, batch["scale"], backend=backend).loss.backward()
         assert full.by_entropy is not None and torch.equal(batch["entropy"].grad, full.by_entropy)
@@ -301,14 +297,14 @@ def test_without_a_gradient_no_coefficient_is_written() -> None:
             batch["current"], batch["old"], batch["advantages"], corrected_of(batch), scale=batch["scale"]
         )
     assert not loss.requires_grad and launches[0].arguments["coefficients"] is None
-    differentiable = evaluate(batch, "triton", parts=())
+    differentiable = answered(batch, "triton", parts=())
     assert torch.equal(loss, differentiable.loss) and metrics.values() == differentiable.metrics.values()
 
 
 def test_metrics_of_both_backends_merge() -> None:
     batch = tokens(20, 4)
     options: dict[str, Any] = dict(kl_coef=0.2, entropy_coef=0.1, dual_clip=1.5)
-    fused, plain = (evaluate(batch, backend, **options).metrics for backend in ("triton", "torch"))
+    fused, plain = (answered(batch, backend, **options).metrics for backend in ("triton", "torch"))
     # the loss adds up, and means stay
     before = plain.values() | {name: 2 * plain.values()[name] for name in ("loss", "policy_loss")}
     assert fused.merge(plain).values() == pytest.approx(before, rel=1e-6, abs=1e-6)
@@ -316,6 +312,6 @@ def test_metrics_of_both_backends_merge() -> None:
 
 def test_fp64_goes_to_torch_or_is_refused_by_name() -> None:
     batch = {n: v.double() if v.is_floating_point() else v for n, v in tokens(4).items()}
-    assert evaluate(batch, "auto", dtype=torch.float64).loss.dtype == torch.float64
+    assert answered(batch, "auto", dtype=torch.float64).loss.dtype == torch.float64
     with pytest.raises(ValueError, match="current_logprobs must be bfloat16, float16 or float32 .* got torch.float64"):
-        evaluate(batch, "triton", dtype=torch.float64)
+        answered(batch, "triton", dtype=torch.float64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from grouped import grouped
+from loss_batch import grouped
 from row_problems import small_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

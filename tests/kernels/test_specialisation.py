@@ -10,11 +10,10 @@ from typing import Any
 import aot
 import pytest
 import torch
-from correction_book import Case, case
-from extras import correct
-from grouped import grouped
+from correction_cases import Case, case, correct
 from kernel_calls import CALLS, EVERY_LEVEL, SMALL
 from logprobs_truth import unchecked
+from loss_batch import grouped
 from tested_kernels import kernel_names
 from torch import Tensor
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case
-from extras import correct
+from correction_cases import case, correct
 from kernel_calls import EVERY_LEVEL
 from triton.runtime.errors import InterpreterError
 
@@ -18,11 +17,10 @@ from speed.traffic import Place, Traffic, counted_traffic
 pytestmark = pytest.mark.interpreter
 
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
-CORRECTIONS = {name: preset.correction for name, preset in PRESETS.items()}
+CORRECTIONS = {name: preset.correction for name, preset in PRESETS.items()} | {"every level": EVERY_LEVEL}
 
 
 def traffic_of_rows(logits: torch.Tensor, **options: Any) -> Traffic:
-    """Forward and backward of log-probs and entropy."""
     leaf = logits.requires_grad_()
     targets = torch.arange(leaf.shape[0]) * 7
     with counted_traffic() as traffic:
@@ -54,9 +52,8 @@ def test_rows_with_mask_0_and_columns_of_padding_are_not_read() -> None:
 
 
 @pytest.mark.usefixtures("no_debug_checks")
-@pytest.mark.parametrize("name", [*CORRECTIONS, "every level"])
-def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(name: str) -> None:
-    correction: RolloutCorrection = EVERY_LEVEL if name == "every level" else CORRECTIONS[name]
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(correction: RolloutCorrection) -> None:
     batch = case([300, 1, 512, 700, 0, 900, 400, 640, 643], density=0.98)
     tokens = len(batch.mask)
     with counted_traffic() as traffic:

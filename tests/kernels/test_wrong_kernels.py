@@ -62,7 +62,6 @@ WRONG = {
 
 
 def check_out(wrong: Wrong, folder: Path) -> None:
-    """Make a copy of the package and its kernels with that line changed."""
     for name in ("megatron_rc", "triton_kernels"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "triton_kernels" / wrong.file

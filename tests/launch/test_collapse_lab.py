@@ -1,6 +1,7 @@
-"""The script of the collapse lab names its stages, and refuses in one sentence what it cannot do."""
+"""The script of the collapse lab, what it refuses, and its recipes, whose runs can all start and be judged."""
 
 import os
+import re
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,11 @@ import pytest
 from launch_scripts import ROOT, copy_of_launch
 
 from megatron_rc.jobs import grid as grids
+from megatron_rc.jobs import verdicts
+
+RECIPES = ROOT / "launch/recipes/collapse"
+SCRIPT = (ROOT / "launch/collapse_lab.sh").read_text()
+STAGES = re.search(r"^stages=\((.*)\)$", SCRIPT, re.MULTILINE)[1].split()  # type: ignore[index]
 
 PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
@@ -48,8 +54,7 @@ def noted(checkout: Path, *arguments: str) -> tuple[list[str], str]:
 def test_its_help_names_every_stage_and_option() -> None:
     said = lab("--help")
     assert said.returncode == 0 and said.stderr == ""
-    stages = {path.stem for path in (ROOT / "launch/recipes/collapse").glob("*.yaml")} - {"base", "quick"}
-    assert all(stage in said.stdout for stage in stages)
+    assert all(stage in said.stdout for stage in STAGES)
     for option in ("docs", "plan", "quick", "stage", "seeds", "budget-minutes", "left", "task", "model", "set", "out"):
         assert f"\n  --{option}" in said.stdout
 
@@ -121,3 +126,22 @@ def test_committed_files_are_written_for_docs_alone(arguments: list[str], writes
     ran, said = noted(checkout, *arguments, "--out", str(checkout / "out"))
     assert (ran[-1] == "docs") == writes
     assert ("no committed file has changed" in said) == (not writes and "--quick" not in arguments)
+
+
+def test_the_script_runs_every_recipe() -> None:
+    assert sorted([*STAGES, "quick", "base"]) == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [*STAGES, "quick"])
+def test_a_recipe_begins_with_its_question_and_every_run_can_start_and_be_judged(stage: str) -> None:
+    assert "?" in (RECIPES / f"{stage}.yaml").read_text().split("\nbase:")[0]
+    grid = grids.load(RECIPES / f"{stage}.yaml")
+    cells = grids.cells(grid)
+    assert grid.endpoints is not None and grid.folder(".") == Path("runs/collapse") / stage
+    jobs = {cell.folder.parent.name: grids._settings(grids._fields(grid, cell.choices)) for cell in cells}
+    assert {settings.train.eval_weights for settings in jobs.values()} == {"trained"}
+    verdicts.check(grid.endpoints, jobs)
+    exact = {cell.seed for cell in cells if cell.choices == cell.choices | grid.endpoints.exact}
+    # centering shares the folder of clip, which has the exact runs
+    assert stage == "centering" or {cell.seed for cell in cells} == exact

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from cluster_nodes import LAUNCH, environment, free_port
+from launch_scripts import LAUNCH, environment, free_port, write_quick_sglang
 from process_groups import nothing_is_left
-from quick_sglang import write_quick_sglang
 from typer.testing import CliRunner, Result
 
 from megatron_rc.cli import app

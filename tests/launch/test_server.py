@@ -12,10 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from constraints import pins
-from launch_scripts import write_script
+from built_wheel import pins
+from launch_scripts import write_quick_sglang, write_script
 from process_groups import descendants, members, nothing_is_left
-from quick_sglang import write_quick_sglang
 from refusals import Ended, run
 from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
 from sglang_server import moe_server as moe_server
@@ -60,7 +59,6 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def serve(*words: object, **environment: str) -> Ended:
-    """How the verb ended, in this process."""
     with mock.patch.dict(os.environ, environment):
         if "SGLANG_PYTHON" not in environment:
             os.environ.pop("SGLANG_PYTHON", None)
@@ -68,7 +66,6 @@ def serve(*words: object, **environment: str) -> Ended:
 
 
 def refused(*words: object, **environment: str) -> str:
-    """The one sentence with which the verb ends."""
     status, printed, said = serve(*words, **environment)
     assert status == 2, printed
     (sentence,) = said.splitlines()
@@ -96,7 +93,6 @@ def test_the_server_and_its_children_end_with_their_manager_and_nothing_else_doe
 
 
 def stopped(folder: Path) -> tuple[int, str]:
-    """Exit status of `serve stop`, and what it says."""
     status, printed, said = serve("stop", "--log", folder / "server.log")
     return status, printed + said
 

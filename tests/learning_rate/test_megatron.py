@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import run_together, settings_file, train
+from jobs import TASK, doctored, run_together, settings_file, timeless, train, warm_model
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from warm_models import TASK, doctored, timeless, warm_model
 
 from megatron_rc import LengthDecayLR, MismatchLR
 from megatron_rc.report.log import read_metrics
@@ -177,7 +176,6 @@ BY_MISMATCH = (
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished jobs; those of one stage run in one process."""
     folder = tmp_path_factory.mktemp("decay")
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}})
 

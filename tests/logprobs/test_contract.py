@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from distributed import run_ranks
-from logprobs_truth import kept_columns, logprobs_of, random_logits, random_support, unchecked
+from logprobs_truth import kept_columns, random_logits, random_support, unchecked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,7 +99,7 @@ def test_bf16_logits_are_never_copied_to_fp32_as_a_whole() -> None:
 
     logits = torch.randn(600, 2**14).bfloat16().requires_grad_()
     with NewTensors() as new:
-        logprobs_of(logits, torch.arange(600)).sum().backward()
+        vocab_parallel_logprobs(logits, torch.arange(600)).sum().backward()
     assert max(new.sizes) == 2**22 < logits.numel()
 
 

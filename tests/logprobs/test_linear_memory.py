@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from grouped import grouped
 from head_case import Case, head_case, with_main_grad
+from loss_batch import grouped
 
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.reference import rows as reference_rows
@@ -47,7 +47,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], None]:
-    """Forward and backward of one form of the head."""
     given, of_loss = case.of_loss()
 
     def run() -> None:

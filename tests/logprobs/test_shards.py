@@ -78,7 +78,6 @@ def cases(world: int) -> list[Case]:
 
 def evaluate(case: Case, rank: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
     whole, start = case.problem(), sum(case.widths[:rank])
-    assert whole.up is not None and whole.up_entropy is not None
     leaf = whole.logits[:, start : start + case.widths[rank]].clone().requires_grad_()
     results, gradients = list[Tensor](), list[Tensor]()
 
@@ -99,7 +98,6 @@ def evaluate(case: Case, rank: int, group: dist.ProcessGroup | None) -> dict[str
 
 
 def refusal(rank: int, group: dist.ProcessGroup) -> str:
-    """What ranks with unequal rows are told."""
     set_debug_checks(True)
     with pytest.raises(ValueError) as error:
         rows = 3 + dist.get_rank(group)
@@ -129,7 +127,6 @@ def ranks() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["two", "all"])
 def results(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each rank computed, per case."""
     world = 2 if request.param == "two" else len(ranks)
     return [list(case) for case in zip(*(rank[str(world)] for rank in ranks[-world:]), strict=True)]
 
@@ -163,7 +160,6 @@ def test_any_cut_equals_one_shard_within_four_ulp(results: list[list[dict[str, A
         assert gradient.shape == true.shape and (gradient[true == 0] == 0).all()
         # log p may differ as much as the log-prob, in each of the two terms
         size = 1 + problem.logits.double().nan_to_num(0, 0, 0).abs().amax(1)
-        assert problem.up is not None and problem.up_entropy is not None
         allowed = bound * (problem.up.abs() + problem.up_entropy.abs() * size) / case.temperature
         if case.dtype in (torch.bfloat16, torch.float16):
             allowed = allowed + ULP[case.dtype] * true.abs().amax(1)

@@ -82,12 +82,7 @@ def test_rewards_and_groups_of_different_shape_are_refused() -> None:
         rloo_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
 
 
-def test_expand_to_tokens_gives_each_token_the_value_of_its_sequence() -> None:
-    values = expand_to_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
-    assert values.tolist() == [1, 1, 3, 3, 3]
-
-
-def test_expand_to_tokens_gives_0_to_rows_that_no_sequence_covers() -> None:
+def test_expand_to_tokens_gives_the_value_of_its_sequence_and_0_to_rows_that_no_sequence_covers() -> None:
     offsets = torch.tensor([1, 3, 3, 4], dtype=torch.int32)
     assert expand_to_tokens(torch.tensor([1.0, 2.0, 3.0]), offsets, 6).tolist() == [0, 1, 1, 3, 0, 0]
     assert expand_to_tokens(torch.tensor([True, True, True]), offsets, 4).tolist() == [False, True, True, True]

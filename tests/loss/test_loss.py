@@ -96,7 +96,6 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
     loss.backward()
     expected, gradient, shares = loss_by_hand(batch, scale, batch["current"] if old is None else old, **options)
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert current.grad is not None
     assert current.grad.tolist() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
     if surrogate != "reinforce" and batch["mask"].any():
         values = metrics.values()

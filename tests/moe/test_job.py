@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_together, settings_file, train
-from warm_models import TASK, timeless, warm_model
+from jobs import TASK, run_together, settings_file, timeless, train, warm_model
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics

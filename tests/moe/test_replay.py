@@ -293,16 +293,12 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
 
 
 def test_a_model_without_experts_has_no_routes() -> None:
+    from tiny_models import DENSE
+
+    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
     from megatron_rc.training.step.routing import moe_shape
 
     with pytest.raises(ValueError, match="need a model with experts"):
         moe_shape({**MODEL, "num_experts": 0})
-
-
-def test_dense_models_have_no_routes_to_return() -> None:
-    from tiny_models import DENSE
-
-    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
-
     with pytest.raises(ValueError, match="return_routes needs a model with experts"):
         EmbeddedEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from html_page import Page
-from report_records import rl, write_all
+from report_pages import Page, rl, write_all
 from route_sets import peak_memory, random_routes
 from torch import Tensor
 

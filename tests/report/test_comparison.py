@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.image
 import pytest
-from html_page import Page
+from report_pages import Page
 
 from megatron_rc.files import read_csv, write_csv
 from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, read_compared, sentences
@@ -90,7 +90,6 @@ def test_a_run_is_read_from_its_metrics_and_refused_without_an_evaluation() -> N
 def test_the_report_opens_with_the_figure_and_its_title(rows: list[ComparedRun], tmp_path: Path) -> None:
     runs = three(0.5)
     path = write_comparison(COMPARISON, runs, {(r.choice, r.seed): records(r) for r in runs}, rows, tmp_path)
-    assert path is not None
     text, page = path.read_text(), Page(path.read_text())
     charts = [attributes["aria-label"] for attributes in page.named("svg")]
     assert charts[0] == heading(COMPARISON, runs) and len(charts) == 4

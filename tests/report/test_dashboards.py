@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from report_records import rl, warmup
+from report_pages import rl, warmup
 
 from megatron_rc.report import dashboards as module
 from megatron_rc.report import sinks

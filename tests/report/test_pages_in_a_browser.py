@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import WIDTHS, seen
+from report_pages import WIDTHS, seen
 from simulated_dumps import diagnosed, policy_lag, world
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -69,7 +69,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         kept[choice, 1] = found
     (folder / "uncorrected/seed-1/dump").mkdir()
     report = write_comparison(comparison, runs, kept, [], folder)
-    assert report is not None
     sick = html.write(
         diagnose_dump(str(ROOT / "examples/dumps/sick.parquet")),
         folder / "a.html",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_records import rl, warmup, write_all
+from report_pages import rl, warmup, write_all
 from rich.console import Console
 
 from megatron_rc.report import display as display_module

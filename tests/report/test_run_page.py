@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
-from report_records import rl, warmup, write_all
+from report_pages import Page, rl, warmup, write_all
 
 from megatron_rc.drawing import axes, svg
 from megatron_rc.drawing.colours import LIGHT

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import errors, reference_logits
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,37 +61,20 @@ def engine_of(kind: str, weights: dict[str, Tensor], *, dtype: Any = "fp32", max
     return engine
 
 
-@torch.no_grad()
-def reference_logits(model: Any, sample: Sample) -> Tensor:
-    """[output, V] logits that each output token was drawn from, in one forward of the whole sequence by itself."""
-    ids = torch.tensor([sample.prompt_ids + sample.output_ids])
-    return model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
-
-
-def largest_error(model: Any, samples: Sequence[Sample], temperature: float) -> float:
-    errors = []
-    for sample in samples:
-        expected = (reference_logits(model, sample).double() / temperature).log_softmax(-1)
-        expected = expected.gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
-        errors.append((torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max().item())
-    return max(errors)
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logprobs_are_those_of_a_full_forward_for_prompts_of_unequal_length(kind: str, pair: Any) -> None:
     model, weights = pair(kind)
     params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(2, 7, 11), top_logprobs=5)
     samples = engine_of(kind, weights).generate(PROMPTS, params, n=6, seeds=range(30))
     for sample in samples:
-        assert sample.top_ids is not None and sample.top_rollout_logprobs is not None
         values, ids = (reference_logits(model, sample) / 0.7).log_softmax(-1).topk(5)
         assert torch.equal(sample.top_ids.long(), ids) and (sample.top_rollout_logprobs - values).abs().max() < 1e-5
     assert [s.prompt_ids for s in samples] == [p for p in PROMPTS for _ in range(6)]
     # rows that stop early leave the batch: both fates must occur for the comparison to mean anything
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     assert len({len(s.output_ids) for s in samples}) >= 5
-    assert largest_error(model, samples, 0.7) < 1e-5
-    assert largest_error(model, samples, 1.0) > 0.1
+    assert errors(model, samples, 0.7).abs().max() < 1e-5
+    assert errors(model, samples, 1.0).abs().max() > 0.1
 
 
 def kept_by_hand(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
@@ -130,7 +114,6 @@ def test_ties_at_the_edge_of_top_k_keep_the_lower_id() -> None:
     logits = torch.zeros(1, 200)
     logits[0, 150] = 1.0
     drawn = draw(logits, SamplingParams(top_k=40), torch.tensor([0.5], dtype=torch.float64))
-    assert drawn.kept is not None
     assert drawn.kept.nonzero()[:, 1].tolist() == [*range(39), 150]
 
 
@@ -255,11 +238,7 @@ def test_half_precision_differs_from_fp32_a_little_and_its_logprobs_are_fp32(kin
     model, weights = pair(kind)
     params = SamplingParams(max_new_tokens=6)
     samples = engine_of(kind, weights, dtype=dtype).generate(PROMPTS, params, n=8, seeds=range(40))
-    ell = []
-    for sample in samples:
-        train = reference_logits(model, sample).log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])
-        ell.append(train[:, 0] - torch.tensor(sample.logprobs))
-    log_ratio = torch.cat(ell).double()
+    log_ratio = -errors(model, samples)
     assert 1e-8 < (log_ratio.exp() - 1 - log_ratio).mean().item() < 1e-2
     values = torch.tensor([value for s in samples for value in s.logprobs])
     assert not torch.equal(values, values.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float())
@@ -276,7 +255,7 @@ def test_updated_weights_are_served_under_their_version(pair: Any) -> None:
     engine.update_weights(weights.items(), 10)
     third = engine.generate(PROMPTS, params, n=1, seeds=range(5))
     assert [s.weight_versions for s in (first[0], second[0], third[0])] == [[(4, 0, 4)], [(9, 0, 4)], [(10, 0, 4)]]
-    assert largest_error(model, third, 1.0) < 1e-5 < largest_error(model, second, 1.0)
+    assert errors(model, third, 1.0).abs().max() < 1e-5 < errors(model, second, 1.0).abs().max()
     assert [s.logprobs for s in first] == [s.logprobs for s in third]
 
 

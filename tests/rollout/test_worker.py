@@ -131,7 +131,6 @@ def test_the_process_ends_with_its_parent_also_in_the_middle_of_a_request(tmp_pa
     environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
     command = [sys.executable, str(program)]
     parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert parent.stdout is not None
     assert int(parent.stdout.readline()) in members(parent.pid)
     parent.kill()
     parent.wait()

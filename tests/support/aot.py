@@ -1,4 +1,4 @@
-"""Compile every kernel ahead of time, without a GPU, and read what it costs."""
+"""Compile every kernel ahead of time, without a GPU, and read what it costs and its machine code."""
 
 import importlib
 import re
@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import triton
 from tested_kernels import KERNELS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from speed.launches import Launch, recorded_launches
 
 TARGETS = {
@@ -31,10 +32,6 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 """Bytes of shared memory that one program may use."""
 ONE_TARGET = "sm_90"
 """Where variants are compiled whose code differs before the target matters."""
-
-
-def kernel_modules() -> list[ModuleType]:
-    return [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
 
 
 class _ReadTable(dict[str, Any]):
@@ -80,7 +77,7 @@ class Capture:
 def captured(calls: Callable[[], object]) -> Capture:
     """Records the launches of `calls` on CPU tensors; nothing runs, and what the kernels would fill stays unset."""
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET leaves nothing to compile"
-    modules = kernel_modules()
+    modules = [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
     with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope(), recorded_launches() as launches:
         # the kernels are defined already, and stay compiled ones: this is what lets CPU tensors through
         triton.knobs.runtime.interpret = True
@@ -112,7 +109,6 @@ class Source(NamedTuple):
 
 
 def natural(launch: Launch, target: str) -> Source:
-    """The kernel that these arguments ask for."""
     return _specialised("aligned", launch, target)
 
 
@@ -151,8 +147,6 @@ def _with_integers(launch: Launch, value: int, selects: Callable[[str], bool]) -
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel uses."""
-
     registers: int
     """A thread."""
     spilled: int
@@ -223,3 +217,73 @@ def resources(name: str, target: str, variants: str = "all") -> list[tuple[Sourc
         # what a variant has to do is spelled out in its constants
         found = [max(found, key=lambda source: len(source.arguments))]
     return [(source, compiled(source)) for source in found]
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+
+
+class Instruction(NamedTuple):
+    address: int
+    opcode: str
+    """With its suffixes: LDG.E.128.CONSTANT."""
+    operands: str
+
+
+def instructions(source: Source) -> list[Instruction]:
+    """Every instruction of a kernel for an NVIDIA target, in order."""
+    kernel = triton.compile(source.source, target=TARGETS[source.target], options=source.options.__dict__)
+    printed = cuobjdump(kernel.asm["cubin"], "-sass")
+    found = [Instruction(int(a, 16), opcode, operands) for a, opcode, operands in _INSTRUCTION.findall(printed)]
+    assert found, printed
+    return found
+
+
+def loops(code: list[Instruction]) -> list[list[Instruction]]:
+    """Every innermost loop: from the target of a branch backwards to the branch."""
+    spans = []
+    for one in code:
+        target = re.search(r"0x([0-9a-f]+)", one.operands) if one.opcode == "BRA" else None
+        # a branch to itself stands behind the end of every kernel
+        if target is not None and int(target[1], 16) < one.address:
+            spans.append((int(target[1], 16), one.address))
+    innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
+    return [[one for one in code if begin <= one.address <= end] for begin, end in innermost]
+
+
+def number_of(code: list[Instruction], opcode: str) -> int:
+    """Instructions whose opcode begins with these parts."""
+    return sum(one.opcode == opcode or one.opcode.startswith(f"{opcode}.") for one in code)
+
+
+class LoopOfRows(NamedTuple):
+    """The loop of a program over the whole tiles of its row."""
+
+    kernel: str
+    columns: int
+    with_entropy: bool
+    instructions: float
+    """For every logit."""
+    loads: str
+    """The opcode that loads logits."""
+
+
+def loops_of_rows(columns: int, entropy: bool) -> list[LoopOfRows]:
+    """The loops of forward and backward over bf16 rows of so many columns, none of which crosses lanes."""
+    found = []
+    for launch in captured(lambda: _rows(columns, entropy)).launches:
+        # the loop behind it, if there is one, is that of masked tiles
+        loop = loops(instructions(natural(launch, ONE_TARGET)))[0]
+        given = launch.arguments
+        tile = given["LANES"] * given["VECTOR"] if "LANES" in given else given["BLOCK"]
+        (loads,) = {one.opcode for one in loop if one.opcode.startswith("LDG")}
+        per_thread = tile / (32 * launch.options["num_warps"])
+        assert number_of(loop, "SHFL") == 0
+        found.append(LoopOfRows(launch.name, columns, entropy, len(loop) / per_thread, loads))
+    return found
+
+
+def _rows(columns: int, entropy: bool) -> None:
+    logits = torch.zeros(2, columns, dtype=torch.bfloat16, requires_grad=True)
+    found = vocab_parallel_logprobs(logits, torch.zeros(2, dtype=torch.int64), with_entropy=entropy, backend="triton")
+    parts = found if isinstance(found, tuple) else (found,)
+    torch.autograd.grad(parts, logits, [torch.ones(2)] * len(parts))

@@ -1,5 +1,7 @@
-"""The wheel of this checkout, and environments that hold it."""
+"""The wheel of this checkout, environments that hold it or tools, and the versions that files and hosts pin."""
 
+import fcntl
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv"
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_rc", "triton_kernels")
 
 
@@ -87,3 +92,43 @@ def _link(found: Distribution, site_packages: Path) -> None:
         link = site_packages / top
         if not link.exists():
             link.symlink_to(Path(str(found.locate_file(top))).resolve())
+
+
+def tools(name: str, *packages: str) -> Path:
+    """The python of an environment with these packages, kept in .venv; one process at a time changes it."""
+    python = TOOLS / name / "bin/python"
+    with (TOOLS / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", TOOLS / name], check=True, capture_output=True)
+        command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", *packages]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr[-4000:])
+    return python
+
+
+def pins(file: str) -> dict[str, str]:
+    """The exact versions of a constraints or requirements file."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+    parsed = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines if line]
+    assert all(parsed), f"{file} holds exact versions only"
+    return {canonicalize_name(p[1]): p[2] for p in parsed if p}
+
+
+HOST_PINS = {
+    "Megatron-LM": {"megatron-core": "0.20.0", "transformers": "5.5.3"},
+    "slime": {"megatron-core": "0.16.0rc0", "transformers": "5.12.1"},
+    "miles": {"transformers": "5.12.1"},
+    "verl": {"megatron-core": "0.18.0", "transformers": ">=5.5.3,<5.11"},
+    "NeMo-RL": {"transformers": "<5.9", "python": "3.13"},
+}
+"""Versions that containers of hosts hold: one release, or the range from which the host takes one."""
+BROUGHT_BY_HOSTS = {"torch", "triton", "transformers", "megatron-core"}
+NEWEST_TRANSFORMERS = ("5.5.3", "5.8.0", "5.10.2", "5.12.1")
+"""Releases from which a range of `HOST_PINS` takes its newest."""
+
+
+def held(pin: str) -> str:
+    """The release that a host with this pin holds."""
+    return pin if pin[0].isdigit() else max(SpecifierSet(pin).filter(NEWEST_TRANSFORMERS), key=Version)

@@ -2,101 +2,19 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-import torch
-from book_numbers import ess, extreme, mean, runs, share, std
-from torch import Tensor
+from correction_cases import Case
 
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 INF = math.inf
 LAG_BINS = {
     "0": range(1), "1": range(1, 2), "2_3": range(2, 4), "4_7": range(4, 8), "8_15": range(8, 16),
     "16_up": range(16, 10**9),
 }  # fmt: skip
-
-
-@dataclass
-class Case:
-    """A packed batch."""
-
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
-    cu_seqlens: Tensor
-    advantages: Tensor
-    """[S]."""
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    lags: Tensor | None = None
-    """[N] int."""
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.train, self.rollout, self.mask
-
-    @property
-    def options(self) -> dict[str, Any]:
-        given = {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
-        return given if self.lags is None else given | {"lags": self.lags}
-
-    def part(self, first: int, last: int) -> "Case":
-        """Sequences first to last - 1."""
-        bounds = self.cu_seqlens[first : last + 1]
-        rows = slice(int(bounds[0]), int(bounds[-1]))
-        statistics = {name: value[rows] for name, value in self.statistics.items()}
-        lags = None if self.lags is None else self.lags[rows]
-        tokens = (x[rows] for x in self.arguments)
-        return Case(*tokens, bounds - bounds[0], self.advantages[first:last], statistics, lags)
-
-
-def case(
-    lengths: list[int], *, seed: int = 0, density: float = 0.7, gap: float = 0.4, dtype: torch.dtype = torch.float32
-) -> Case:
-    """Random log-probs for sequences of these lengths, 0 included; some have no loss token."""
-    generator = torch.Generator().manual_seed(seed)
-    n = sum(lengths)
-    rollout = -torch.rand(n, generator=generator) * 3
-    train, rollout = below_zero(rollout + torch.randn(n, generator=generator) * gap, rollout)
-    mask = torch.rand(n, generator=generator) < density
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    advantages = torch.randn(len(lengths), generator=generator)
-    surprise = torch.randn(n, generator=generator)
-    # rows without a loss hold rubbish
-    train, rollout, surprise = (torch.where(mask, x, torch.nan) for x in (train, rollout, surprise))
-    return Case(train.to(dtype), rollout.to(dtype), mask, cu_seqlens, advantages, {"surprise": surprise})
-
-
-def padded_around(batch: Case, head: int, tail: int) -> Case:
-    """The same sequences between rows of rubbish that belong to none of them."""
-
-    def around(value: Tensor, filling: Any) -> Tensor:
-        return torch.cat([value.new_full((head,), filling), value, value.new_full((tail,), filling)])
-
-    return Case(
-        around(batch.train, 5.0), around(batch.rollout, math.nan), around(batch.mask, True), batch.cu_seqlens + head,
-        batch.advantages, {name: around(value, math.nan) for name, value in batch.statistics.items()},
-    )  # fmt: skip
-
-
-def gapped(*log_ratios: float, lengths: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """train, rollout, mask, cu_seqlens; all tokens count."""
-    given = torch.tensor(log_ratios, dtype=torch.float32)
-    cu_seqlens = torch.tensor([0, *(lengths or [len(given)])]).cumsum(0).to(torch.int32)
-    return *below_zero(given, torch.zeros_like(given)), torch.ones_like(given, dtype=torch.bool), cu_seqlens
-
-
-def below_zero(train: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """The same log-ratios, of log-probs that are not above 0."""
-    above = torch.maximum(train, rollout).clamp(min=0).nan_to_num(0, 0)
-    return train - above, rollout - above
-
-
-def weight(level: str, mode: str) -> Weight:
-    lower = None if mode == "truncate" else 0.8
-    return Weight(level, mode, lower, 1.3)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -147,7 +65,6 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
             log = sum(logs[t] for t in summed) / (len(unit) if weight.level in ("geometric", "segment") else 1)
             low, high, top = -INF if weight.lower is None else math.log(weight.lower), INF, weight.upper
             if weight.reads_lags:
-                assert batch.lags is not None
                 lag = max(batch.lags[t].item() for t in unit)
                 for least, upper in weight.upper_by_lag:
                     top = upper if lag >= least else top
@@ -237,7 +154,6 @@ def statistic(batch: Case, gate: Rejection, logs: dict[int, float]) -> dict[int,
     if gate.statistic in batch.statistics:
         return {t: batch.statistics[gate.statistic][t].item() for t in logs}
     if gate.statistic == "lag":
-        assert batch.lags is not None
         return {t: float(batch.lags[t]) for t in logs}
     q = {t: math.exp(batch.rollout[t].item()) for t in logs}
     p = {t: math.exp(batch.train[t].item()) for t in logs}
@@ -345,3 +261,34 @@ def outcome_by_the_book(
         metrics[f"{name}_token"] = share(len(tokens), len(final))
         metrics[f"{name}_seq"] = share(sum(bool(tokens & set(one)) for one in whole), len(whole))
     return metrics
+
+
+def runs(tokens: list[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for t in tokens:
+        if found and found[-1][-1] == t - 1:
+            found[-1].append(t)
+        else:
+            found.append([t])
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def std(values: list[float]) -> float:
+    return math.sqrt(mean([(v - mean(values)) ** 2 for v in values])) if values else math.nan
+
+
+def ess(values: list[float]) -> float:
+    squares = sum(v**2 for v in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else math.nan
+
+
+def extreme(pick: Any, values: list[float]) -> float:
+    return pick(values) if values else math.nan
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan

@@ -73,7 +73,6 @@ def trainer(config: Mapping[str, Any], rollout: Mapping[str, Any] | None = None,
 def good() -> Facts:
     """A server and a trainer that suit each other."""
     served = server("good_moe")
-    assert served.model_config is not None
     return Facts(served, trainer(served.model_config))
 
 
@@ -87,33 +86,26 @@ def both(*changes: Change) -> Change:
 
 
 def served(**fields: Any) -> Change:
-    """Other ServerFacts."""
     return lambda facts: replace(facts, server=replace(facts.server, **fields))
 
 
 def flags(**fields: Any) -> Change:
-    """The server was started with other flags."""
     return lambda facts: served(server_info={**facts.server.server_info, **fields})(facts)
 
 
 def info(**fields: Any) -> Change:
-    """The server answers /model_info differently."""
     return lambda facts: served(model_info={**facts.server.model_info, **fields})(facts)
 
 
 def model(**fields: Any) -> Change:
-    """The served model's configuration differs from the trained one."""
     return lambda facts: served(model_config={**(facts.server.model_config or {}), **fields})(facts)
 
 
 def trained(**fields: Any) -> Change:
-    """Other TrainerFacts."""
     return lambda facts: replace(facts, trainer=replace(facts.trainer, **fields))
 
 
 def rollout(**fields: Any) -> Change:
-    """Other settings of the job's section rollout."""
-
     def change(facts: Facts) -> Facts:
         job = facts.trainer.settings
         return trained(job=replace(job, rollout=replace(job.rollout, **fields)))(facts)
@@ -122,7 +114,6 @@ def rollout(**fields: Any) -> Change:
 
 
 def sglang(**fields: Any) -> Change:
-    """Other settings of the job's section rollout.sglang."""
     return lambda facts: rollout(sglang=replace(facts.trainer.settings.rollout.sglang, **fields))(facts)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import grouped
+from loss_batch import grouped
 from torch import Tensor
 
 from megatron_rc.correction.correct import correct
@@ -70,7 +70,6 @@ class World:
         return [table[step].item() for step in self.steps(y)]
 
     def probability(self, table: Tensor) -> Tensor:
-        """Probability of every sequence."""
         return torch.tensor([math.exp(sum(self.logprobs(y, table))) for y in self.sequences], dtype=torch.float64)
 
     @cached_property
@@ -114,7 +113,6 @@ class World:
         log_pi = theta.log_softmax(1)
         logs = torch.stack([sum((log_pi[s] for s in self.steps(y)), theta.new_zeros(())) for y in self.sequences])
         (logs.exp() * self.reward).sum().backward()
-        assert theta.grad is not None
         return theta.grad
 
 
@@ -167,7 +165,6 @@ class Batch:
         )  # fmt: skip
         (slopes,) = torch.autograd.grad(loss, current, retain_graph=True)
         loss.backward()
-        assert theta.grad is not None
         return Result(loss.item(), -theta.grad, -slopes / scale, corrected.metrics, metrics)
 
     def gradient_of_each(self, result: "Result") -> Tensor:

@@ -68,20 +68,34 @@ def answer_to(body: dict[str, Any], count: int, version: str, *, aborted: bool) 
     return {"output_ids": output, "meta_info": meta}
 
 
+FIELDS = {
+    "missing_logprobs": ("output_token_logprobs", None), "other_request": ("id", "0" * 32),
+    "strange_finish": ("finish_reason", {"type": "tired"}), "retracted": ("num_retractions", 1),
+    "no_support": ("output_token_sampling_mask", None), "no_top": ("output_top_logprobs", None),
+}  # fmt: skip
+"""Damage -> a field of meta_info and its value."""
+LAST = {"nan": float("nan"), "-inf": float("-inf"), "null": None, "text": "-1.0", "positive": 0.5}
+"""Damage -> the last log-prob."""
+
+
 def damaged(answer: dict[str, Any], damage: str) -> Any:
     meta, output = answer["meta_info"], answer["output_ids"]
-    logprobs = meta["output_token_logprobs"]
-    if damage == "extra_logprob":
+    logprobs, routes = meta["output_token_logprobs"], base64.b64decode(meta.get("routed_experts", ""))
+    support, top = meta.get("output_token_sampling_mask"), meta.get("output_top_logprobs")
+    if damage in FIELDS:
+        meta.update([FIELDS[damage]])
+    elif damage in LAST:
+        logprobs[-1][0] = LAST[damage]
+    elif damage in ("prompt_tokens", "completion_tokens"):
+        meta[damage] += 1
+    elif damage == "extra_logprob":
         logprobs.append([-1.0, 0, None])
-    elif damage == "missing_logprobs":
-        meta["output_token_logprobs"] = None
-    elif damage == "phantom":
-        answer["output_ids"], meta["completion_tokens"], logprobs[:] = [], 0, logprobs[:1]
-    elif damage == "empty":
-        answer["output_ids"], meta["completion_tokens"], logprobs[:] = [], 0, []
-    elif damage in ("nan", "-inf", "null", "text", "positive"):
-        values = {"nan": float("nan"), "-inf": float("-inf"), "null": None, "text": "-1.0", "positive": 0.5}
-        logprobs[-1][0] = values[damage]
+    elif damage == "too_many":
+        output.append(0)
+        logprobs.append([-1.0, 0, None])
+        meta["completion_tokens"] += 1
+    elif damage in ("phantom", "empty"):
+        answer["output_ids"], meta["completion_tokens"], logprobs[:] = [], 0, logprobs[: damage == "phantom"]
     elif damage == "other_logprobs":
         for entry in logprobs:
             entry[0] -= 1
@@ -89,51 +103,34 @@ def damaged(answer: dict[str, Any], damage: str) -> Any:
         logprobs[-1][1] = (output[-1] + 1) % VOCABULARY
     elif damage == "outside_vocabulary":
         output[-1] = logprobs[-1][1] = VOCABULARY
-    elif damage in ("prompt_tokens", "completion_tokens"):
-        meta[damage] += 1
-    elif damage == "too_many":
-        output.append(0)
-        logprobs.append([-1.0, 0, None])
-        meta["completion_tokens"] += 1
-    elif damage == "other_request":
-        meta["id"] = "0" * 32
     elif damage == "list":
         return [answer]
     elif damage == "no_meta":
         del answer["meta_info"]
-    elif damage == "strange_finish":
-        meta["finish_reason"] = {"type": "tired"}
     elif damage == "gap_in_versions":
         meta["weight_versions"][0]["start"] = 1
-    elif damage == "retracted":
-        meta["num_retractions"] = 1
-    elif damage == "no_support":
-        meta["output_token_sampling_mask"] = None
     elif damage == "short_support":
-        meta["output_token_sampling_mask"].pop()
+        support.pop()
     elif damage == "foreign_support":
-        meta["output_token_sampling_mask"][-1].remove(output[-1])
+        support[-1].remove(output[-1])
     elif damage == "repeated_support":
-        meta["output_token_sampling_mask"][-1].append(output[-1])
-    elif damage == "no_top":
-        meta["output_top_logprobs"] = None
+        support[-1].append(output[-1])
     elif damage == "short_top":
-        meta["output_top_logprobs"][-1].pop()
+        top[-1].pop()
     elif damage == "nan_top":
-        meta["output_top_logprobs"][-1][-1][0] = None
+        top[-1][-1][0] = None
     elif damage == "heavy_top":
-        meta["output_top_logprobs"][-1][0][0] = meta["output_top_logprobs"][-1][1][0] = -0.1
+        top[-1][0][0] = top[-1][1][0] = -0.1
     elif damage == "repeated_top":
-        meta["output_top_logprobs"][-1][0][1] = meta["output_top_logprobs"][-1][1][1]
+        top[-1][0][1] = top[-1][1][1]
     elif damage == "wild_top":
-        meta["output_top_logprobs"][-1][0][1] = VOCABULARY
+        top[-1][0][1] = VOCABULARY
     elif damage == "no_routes":
         del meta["routed_experts"]
     elif damage == "short_routes":
-        meta["routed_experts"] = base64.b64encode(base64.b64decode(meta["routed_experts"])[:-4]).decode()
+        meta["routed_experts"] = base64.b64encode(routes[:-4]).decode()
     elif damage == "wild_routes":
-        wild = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32) + EXPERTS
-        meta["routed_experts"] = base64.b64encode(wild.tobytes()).decode()
+        meta["routed_experts"] = base64.b64encode((np.frombuffer(routes, np.int32) + EXPERTS).tobytes()).decode()
     elif damage in ("other_probe", "positive_probe"):
         for entry in meta["input_token_logprobs"][1:]:
             entry[0] = entry[0] - 1 if damage == "other_probe" else 0.5

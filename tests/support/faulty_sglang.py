@@ -25,8 +25,6 @@ PROBE = "the probe of a weight update"
 
 
 class Fault(NamedTuple):
-    """What goes wrong with the calls of one path."""
-
     path: str
     what: int | str | Callable[[int, dict[str, Any]], int | str | None]
     """A status to answer; or "die", the server ends; "reset", the connection does; "hang", no answer comes; "ignore",
@@ -144,7 +142,6 @@ class FaultySglang(WeightEndpoints):
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None
         self._tasks.add(task)
         self._writers.add(writer)
         try:

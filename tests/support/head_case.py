@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 import torch
-from grouped import grouped
 from logprobs_truth import truth
-from loss_batch import corrected_of, random_batch
+from loss_batch import corrected_of, grouped, random_batch
 from torch import Tensor
 
 from megatron_rc.correction.settings import RolloutCorrection
@@ -29,7 +28,6 @@ class Case(NamedTuple):
         return self.hidden.detach().clone().requires_grad_(), self.weight.detach().clone().requires_grad_()
 
     def of_loss(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of the loss, after the targets or log-probs."""
         batch = self.batch
         given = (batch["old"], batch["advantages"], corrected_of(batch, RolloutCorrection(old="recompute")))
         return given, {"scale": batch["scale"], "reference_logprobs": batch["reference"], **TERMS}
@@ -79,7 +77,6 @@ def exact(case: Case, factor: float = 1.0, **softmax: Any) -> Result:
     given, options = case._replace(batch=double).of_loss()
     loss = policy_loss(logprobs, *given, entropy=entropy, backend="torch", **grouped(**options)).loss
     (loss * factor).backward()
-    assert leaf.grad is not None
     return Result(loss.detach(), logprobs.detach(), entropy.detach(), leaf.grad @ weight, leaf.grad.T @ hidden)
 
 
@@ -91,7 +88,6 @@ def by_logits(case: Case, **softmax: Any) -> Result:
     options = grouped(backend=softmax.get("backend", "auto"), **options)
     loss = policy_loss(result[0], *given, entropy=result[1], **options).loss
     loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
     return Result(loss.detach(), result[0].detach(), result[1].detach(), hidden.grad, weight.grad)
 
 
@@ -103,7 +99,6 @@ def by_head(case: Case, *, fused: bool, factor: float = 1.0, leaves: Any = None,
         loss, _, logprobs, entropy = linear_policy_loss(
             hidden, weight, case.targets, *given, with_entropy=True, **grouped(**of_loss, **options)
         )
-        assert entropy is not None
     else:
         logprobs, entropy = linear_logprobs(hidden, weight, case.targets, with_entropy=True, **grouped(**options))
         of_loss = grouped(backend=options.get("backend", "auto"), **of_loss)

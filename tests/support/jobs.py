@@ -5,6 +5,7 @@ environment, arguments and exit status of ``python -m megatron_rc``, and the ran
 torchrun gives them. The process of a worker engine is forked, too. `typed_job` runs what a user types instead.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -22,8 +23,11 @@ from typing import Any
 
 import forked
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 import refusals
-from cluster_nodes import free_port
+from launch_scripts import free_port
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
@@ -70,10 +74,7 @@ class Job(AbstractContextManager["Job"]):
 
     @property
     def pid(self) -> int:
-        """The process of the first rank."""
-        pid = self._processes[0].pid
-        assert pid
-        return pid
+        return self._processes[0].pid
 
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -90,7 +91,6 @@ class Job(AbstractContextManager["Job"]):
         """Kill every rank with signal 9, children included."""
         for process in self._processes:
             if process.is_alive():
-                assert process.pid
                 with suppress(ProcessLookupError):  # it has not made itself the leader of a group yet
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
@@ -202,14 +202,7 @@ def script_environment() -> dict[str, str]:
 
 
 def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tuple[str, int] | None = None) -> Job:
-    """Start a job in the folder of its settings; see `Job`."""
     return Job(["train", str(config), *arguments], config.parent, processes, freeze_before)
-
-
-def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
-    """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next one is only computed."""
-    with started(config, *arguments, processes=processes, freeze_before=(phase, step + 1)) as job:
-        job.wait_until_frozen()
 
 
 def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:
@@ -290,3 +283,48 @@ def letters_task(folder: Path) -> dict[str, Any]:
 
 def train(config: Path, output: Path, *assignments: str) -> list[str]:
     return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
+
+
+def tiny_job(folder: Path, job: dict[str, Any]) -> Path:
+    """Settings of a job on the tiny checkpoint and the letters, whose files are written beside them."""
+    save_tiny_checkpoint(folder / "hf")
+    return settings_file(folder, {**job, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
+
+
+TASK: dict[str, Any] = {"options": {"levels": {"2x1": 1.0}, "held_out": 3}}
+MODELS = {"dense": DENSE, "moe": MOE}
+
+
+def warm_model(kind: str, factory: pytest.TempPathFactory) -> Path:
+    """The session's checkpoint of that kind, for jobs that need no warm-up: whoever comes first trains it."""
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    folder = factory.getbasetemp().parent if worker else factory.getbasetemp()
+    output = folder / f"warm-{kind}"
+    with open(folder / f"warm-{kind}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (output / "hf/config.json").exists():
+            warmup = {"steps": 100, "lr": 5e-3, "batch_size": 64}
+            settings = {"model": {"config": MODELS[kind]}, "task": TASK, "warmup": warmup, "train": {"steps": 0}}
+            finished_job(settings_file(folder / f"warm-{kind}-settings", settings), "--set", f"output={output}")
+    return output / "hf"
+
+
+def timeless(records: list[dict[str, Any]], *others: str) -> list[dict[str, Any]]:
+    """The records without their times, and without ``others``."""
+    left_out = ("tokens_per_second", *others)
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k not in left_out} for r in records]
+
+
+def doctored(folder: Path, name: str, change: Callable[[list[float]], list[float]]) -> str:
+    """A recording of a good run in which the log-probs of one response of step 2 were changed."""
+    target = folder / name
+    target.mkdir()
+    for file in sorted((folder / "good" / "dump").glob("*.parquet")):
+        table = pq.read_table(file)
+        if file.name == "step-000002.parquet":
+            column = table["rollout_logprobs"].to_pylist()
+            column[1] = change(column[1])
+            place = table.schema.get_field_index("rollout_logprobs")
+            table = table.set_column(place, table.schema.field(place), pa.array(column, table.schema.field(place).type))
+        pq.write_table(table, target / file.name)
+    return str(target)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from correction_book import case
-from extras import correct
-from grouped import grouped
+from correction_cases import case, correct
+from loss_batch import grouped
 from torch import Tensor
 
 from megatron_rc.batch import Support
@@ -45,8 +44,6 @@ class Answer(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A call and what it reads."""
-
     inputs: list[Tensor]
     run: Callable[[str], Answer]
     """By a backend; makes no inputs and, on a device, does not wait for it."""

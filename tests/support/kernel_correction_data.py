@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import below_zero
-from extras import correct
+from correction_cases import below_zero, correct
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -79,7 +78,6 @@ def batch_of(
     corrupt: float = 0.0,
     ids: str | None = None,
     per_token: bool = False,
-    lags: bool = True,
     sampling: bool = True,
 ) -> Batch:
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
@@ -89,7 +87,6 @@ def batch_of(
         ids: give segment ids, of turns with rows without a loss inside, that ascend over the "batch" or begin anew in
             every "sequence"; None leaves them out.
         per_token: advantages of tokens, not of sequences.
-        lags: give the lags of tokens.
         sampling: give log-probs by the version that sampled.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -110,10 +107,9 @@ def batch_of(
     train, rollout = (torch.where(mask, x, rubbish) for x in (train, rollout))
     statistics = {name: torch.where(mask, x, rubbish.to(x.dtype)) for name, x in statistics.items()}
     advantages = normal(n if per_token else len(lengths))
-    options: dict[str, Any] = {"advantages": advantages, "statistics": statistics}
-    if lags:
-        of_tokens = torch.randint(0, 20, (n,), generator=generator) // torch.randint(1, 9, (n,), generator=generator)
-        options["lags"] = torch.where(mask, of_tokens, -7)
+    of_tokens = torch.randint(0, 20, (n,), generator=generator) // torch.randint(1, 9, (n,), generator=generator)
+    lags = torch.where(mask, of_tokens, -7)
+    options: dict[str, Any] = {"advantages": advantages, "statistics": statistics, "lags": lags}
     shift = (normal(n) * gap * 512).round() / 1024
     if sampling:
         options["sampling_logprobs"] = torch.where(mask, (rollout + shift).clamp(max=0), rubbish)
@@ -131,15 +127,13 @@ def batch_of(
 
 def padded(batch: Batch, rows: int) -> Batch:
     """The same tokens as rows of one length."""
-    options = dict(batch.options)
-    if len(options["advantages"]) == len(batch.mask):
-        options["advantages"] = options["advantages"].view(rows, -1)
-    options["statistics"] = {name: value.view(rows, -1) for name, value in options["statistics"].items()}
-    for name in ("lags", "sampling_logprobs"):
-        if name in options:
-            options[name] = options[name].view(rows, -1)
-    train, rollout, mask = (x.view(rows, -1) for x in batch.arguments)
-    return Batch(train, rollout, mask, None, options)
+
+    def in_rows(value: Tensor) -> Tensor:
+        return value.view(rows, -1) if len(value) == len(batch.mask) else value
+
+    options = {name: in_rows(value) for name, value in batch.options.items() if name != "statistics"}
+    options["statistics"] = {name: in_rows(value) for name, value in batch.options["statistics"].items()}
+    return Batch(*map(in_rows, batch.arguments), None, options)
 
 
 @st.composite

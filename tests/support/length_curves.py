@@ -15,27 +15,24 @@ def length_curves(
     runs: int,
     steps: int = 400,
     *,
-    base: float = 1000.0,
     peak: float = 3500.0,
     at: float = 110.0,
     width: float = 4.0,
     drift: float = 0.0,
     cv: float = 0.15,
-    correlation: float = 0.0,
     seed: int = 0,
 ) -> list[list[float]]:
     """``runs`` curves of ``steps`` rollouts, 1-based: a logistic surge times a linear drift times log-normal noise.
 
-    L_t = (base + (peak - base) / (1 + exp(-(t - at) / width))) (1 + drift t / 100) exp(s z_t - s^2 / 2),
+    L_t = (1000 + (peak - 1000) / (1 + exp(-(t - at) / width))) (1 + drift t / 100) exp(s z_t - s^2 / 2),
     s^2 = log(1 + cv^2), so the surge is half done at ``at`` and goes from 10 % to 90 % in 4.4 widths.
 
     Args:
         cv: coefficient of variation of the batch mean.
-        correlation: of the noise of neighbouring rollouts.
     """
     t = rollouts(steps)
-    mean = (base + (peak - base) * torch.sigmoid((t - at) / width)) * (1 + drift * t / 100)
-    return noisy(mean, runs, cv=cv, correlation=correlation, seed=seed)
+    mean = (1000 + (peak - 1000) * torch.sigmoid((t - at) / width)) * (1 + drift * t / 100)
+    return noisy(mean, runs, cv=cv, seed=seed)
 
 
 def rollouts(steps: int) -> Tensor:
@@ -44,7 +41,7 @@ def rollouts(steps: int) -> Tensor:
 
 
 def noisy(mean: Tensor, runs: int, *, cv: float = 0.1, correlation: float = 0.0, seed: int = 0) -> list[list[float]]:
-    """``runs`` curves around ``mean`` [steps], with the log-normal noise of `length_curves`."""
+    """``runs`` curves around ``mean`` [steps], with the noise of `length_curves`, correlated from one to the next."""
     steps = len(mean)
     z = torch.randn(runs, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for i in range(1, steps if correlation else 0):
@@ -81,7 +78,6 @@ QUIET: dict[str, dict[str, Any]] = {
 
 
 def quiet_curves(name: str, runs: int, steps: int = 400, seed: int = 7) -> list[list[float]]:
-    """``runs`` curves of one kind of `QUIET`."""
     noise = dict(QUIET[name])
     return noisy(1000 * noise.pop("shape", torch.ones_like)(rollouts(steps)), runs, seed=seed, **noise)
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import Support
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 INF = float("inf")
 
@@ -72,24 +70,3 @@ def random_support(targets: Tensor, width: int, generator: torch.Generator) -> S
     kept[torch.arange(len(targets)), targets.clamp(0, width - 1)] = True
     ids = [row.nonzero()[:, 0].flip(0) for row in kept]
     return Support(torch.cat([*ids, torch.zeros(0, dtype=torch.int64)]), torch.tensor([0, *map(len, ids)]).cumsum(0))
-
-
-def logprobs_of(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return vocab_parallel_logprobs(logits, targets, **options)
-
-
-def errors_of_close_logits(*, kept: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """Largest errors of log-probs and of gradients where a temperature divides logits that lie close and far from 0.
-
-    Adjacent logits are as far apart as fp32 numbers of their size are. Divided first, they would be rounded to numbers
-    as far apart as their quotients.
-    """
-    logits = (torch.tensor([[60.0], [-60.0], [33.0]]) - torch.arange(9.0) * 2**-18).repeat(3, 1).requires_grad_()
-    targets, temperature = torch.tensor([0, 3, 8] * 3), torch.tensor([0.7, 0.9, 1.3]).repeat_interleave(3)
-    options: dict[str, Any] = {"temperature": temperature}
-    if kept:
-        options["support"] = Support(torch.arange(9).repeat(9), torch.arange(10) * 9)
-    lp = logprobs_of(logits, targets, backend=backend, **options)
-    leaf, true_lp, _ = truth(logits, targets, **options)
-    found, true = (torch.autograd.grad(y.sum(), x)[0] for y, x in ((lp, logits), (true_lp, leaf)))
-    return (lp - true_lp).abs().max(), (found - true).abs().max()

@@ -1,15 +1,26 @@
-"""Random batches for the loss, and the loss with all of its terms."""
+"""Random batches for the loss, what either backend makes of them, and flat options of a test in their groups."""
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
-from grouped import grouped
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.inputs import HeadInputs
+from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
+
+
+def grouped(**flat: Any) -> dict[str, Any]:
+    """``options`` and ``head`` of the fields of `LossOptions` and `HeadInputs`; other arguments stay as they are."""
+    for name, kind in (("options", LossOptions), ("head", HeadInputs)):
+        own = {field.name: flat.pop(field.name) for field in fields(kind) if field.name in flat}
+        if own:
+            flat[name] = kind(**own)
+    return flat
 
 
 def random_batch(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
@@ -61,5 +72,54 @@ def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[T
     current = batch["current"].clone().requires_grad_()
     loss, metrics = with_every_term(batch | {"current": current}, scale, **options)
     loss.backward()
-    assert current.grad is not None
     return loss.detach(), current.grad, metrics
+
+
+PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
+
+
+def tokens(n: int, seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
+    """n tokens in fp32, `scale` included; spread is that of the log-ratios, in nats."""
+    batch = random_batch([n], seed)
+    for name in ("old", "reference"):
+        batch[name] = batch["current"] + spread * (batch[name] - batch["current"])
+    del batch["cu_seqlens"]
+    generator = torch.Generator().manual_seed(seed)
+    batch["scale"] = batch["loss_mask"] * (0.5 + torch.rand(n, generator=generator)) / max(1, n)
+    # groups of equal rewards: neither side of such a token clips
+    batch["advantages"][torch.rand(n, generator=generator) < 0.3] = 0.0
+    return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    by_current: Tensor
+    by_entropy: Tensor | None
+    metrics: MetricSums
+
+
+def answered(
+    batch: dict[str, Tensor],
+    backend: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    old: Any = "recompute",
+    upstream: float = 1.0,
+    parts: tuple[str, ...] = ("reference", "entropy"),
+    **options: Any,
+) -> Result:
+    given = {n: v.detach().to(dtype, copy=True) if v.is_floating_point() else v for n, v in batch.items()}
+    current = given["current"].requires_grad_()
+    entropy = given["entropy"].requires_grad_() if "entropy" in parts else None
+    if entropy is None:
+        options.pop("entropy_coef", None)
+    if "reference" not in parts:
+        options.pop("kl_coef", None)
+    loss, metrics = policy_loss(
+        current, None if old == "current" else given["old"], given["advantages"],
+        corrected_of(given, RolloutCorrection(old=old)), scale=given["scale"],
+        reference_logprobs=given["reference"] if "reference" in parts else None, entropy=entropy, backend=backend,
+        **grouped(**options),
+    )  # fmt: skip
+    (loss * upstream).backward()
+    return Result(loss.detach(), current.grad, None if entropy is None else entropy.grad, metrics)

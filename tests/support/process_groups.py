@@ -18,12 +18,10 @@ def _groups(processes: list[psutil.Process]) -> dict[int, int]:
 
 
 def members(group: int) -> list[int]:
-    """The living processes of a group."""
     return [process for process, of in _groups(list(psutil.process_iter())).items() if of == group]
 
 
 def children(process: int) -> set[int]:
-    """The living processes that ``process`` started itself."""
     return set(_groups(psutil.Process(process).children()))
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # speed counts launches
 import pytest
-import sass
 import triton
-from aot import ONE_TARGET, fresh_cache, resources
+from aot import ONE_TARGET, fresh_cache, instructions, loops_of_rows, number_of, resources
 from tested_kernels import kernel_names
 
 from megatron_rc.kernels.launch_table import LAUNCH
@@ -43,7 +42,7 @@ def used_by(kernel: str) -> dict[str, int]:
         "most registers": max(used.registers for used in variants),
         "most spilled": max(used.spilled for used in variants),
         "most shared": max(used.shared for used in variants),
-        "most barriers": max(sass.number_of(sass.instructions(source), "BAR") for source, _ in found),
+        "most barriers": max(number_of(instructions(source), "BAR") for source, _ in found),
     }
 
 
@@ -54,7 +53,7 @@ def measured() -> dict[str, Any]:
         for name in kernel_names():
             kernels[name] = used_by(name)
             print(name, kernels[name], flush=True)
-        loops = [row for columns in LOOPS for entropy in (False, True) for row in sass.loops_of_rows(columns, entropy)]
+        loops = [row for columns in LOOPS for entropy in (False, True) for row in loops_of_rows(columns, entropy)]
     found = {
         "triton": triton.__version__,
         "target": ONE_TARGET,

@@ -10,9 +10,7 @@ from torch import Tensor
 from megatron_rc.moe.reference import RouteComparison
 
 
-def random_routes(
-    shape: tuple[int, int, int], seed: int = 0, *, experts: int = 12, negatives: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def random_routes(shape: tuple[int, int, int], seed: int = 0, *, negatives: float = 0.0) -> tuple[Tensor, Tensor]:
     """Two [N, L, K] int64 that agree in about half of the rows, as sets, in any order."""
     generator = torch.Generator().manual_seed(seed)
     tokens, layers, k = shape
@@ -20,7 +18,7 @@ def random_routes(
     def drawn(width: int) -> Tensor:
         return torch.rand(tokens, layers, width, generator=generator).argsort(-1)
 
-    a, other = drawn(max(experts, k))[..., :k], drawn(max(experts, k))[..., :k]
+    a, other = drawn(max(12, k))[..., :k], drawn(max(12, k))[..., :k]
     b = torch.where(torch.rand(tokens, layers, 1, generator=generator) < 0.5, a.gather(-1, drawn(k)), other)
     hidden = torch.rand(2, *shape, generator=generator) < negatives
     return torch.where(hidden[0], -1, a), torch.where(hidden[1], -7, b)

@@ -5,7 +5,7 @@ with noise. A trap changes what the sampler draws from, what it logs, or what th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +155,12 @@ def shifted(w: World) -> Chunk:
     chunk = honest(w)
     log_mu = np.roll(chunk.log_mu, 1)
     log_mu[chunk.cu_seqlens[:-1]] = -1.0
-    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return replace(chunk, log_mu=log_mu)
 
 
 def zero_filled(w: World, share: float) -> Chunk:
     """Every so many sequences have 0.0 for all log-probs of the sampler."""
-    chunk = honest(w)
-    log_mu = np.where(w.sequence % round(1 / share) == 0, 0.0, chunk.log_mu)
-    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return relogged(w, lambda log_mu: np.where(w.sequence % round(1 / share) == 0, 0.0, log_mu))
 
 
 def forced_end(w: World) -> Chunk:
@@ -172,7 +170,7 @@ def forced_end(w: World) -> Chunk:
     last = chunk.cu_seqlens[1:] - 1
     log_mu[last] = 0.0
     log_pi[last] = log_softmax(w.logits)[last, 0]
-    return Chunk(log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return replace(chunk, log_pi=log_pi, log_mu=log_mu)
 
 
 def other_context(w: World) -> Chunk:
@@ -182,7 +180,6 @@ def other_context(w: World) -> Chunk:
 
 
 def one_stale_server(w: World) -> Chunk:
-    """One of four servers has old weights."""
     server = np.array(list("abcd"))[np.arange(int(w.sequence[-1]) + 1) % 4]
     more = w.random.normal(size=w.noisy.shape) * np.where(server[w.sequence] == "c", 0.4, 0.0)[:, None]
     return sampled(w, w.noisy + more, server=server)
@@ -225,9 +222,8 @@ def repetition_penalty(w: World, size: float) -> Chunk:
 
 
 def relogged(w: World, change: Callable[[np.ndarray], np.ndarray]) -> Chunk:
-    """An honest dump whose log mu is changed."""
     chunk = honest(w)
-    return Chunk(chunk.log_pi, change(chunk.log_mu), chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return replace(chunk, log_mu=change(chunk.log_mu))
 
 
 def shuffled_rows(log_mu: np.ndarray) -> np.ndarray:
@@ -255,13 +251,7 @@ def later_turn(w: World) -> Chunk:
 def stale_shard(w: World) -> Chunk:
     """One of eight shards of a vocabulary of 5,120 ids is off."""
     chunk = noisier(w, 0.3, w.position >= 0, slice(64, 96))
-    return Chunk(
-        chunk.log_pi,
-        chunk.log_mu,
-        chunk.cu_seqlens,
-        {**chunk.tokens, "token_id": chunk.tokens["token_id"] * 20},
-        chunk.sequences,
-    )
+    return replace(chunk, tokens={**chunk.tokens, "token_id": chunk.tokens["token_id"] * 20})
 
 
 def missing_bias(w: World) -> Chunk:

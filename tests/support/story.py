@@ -9,7 +9,6 @@ import torch
 
 def story(module: ModuleType, **given: Any) -> dict[str, Any]:
     """The names that this code defines; ``given``: those that it reads."""
-    assert module.__doc__
     lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
     names: dict[str, Any] = {"torch": torch, **given}
     exec(textwrap.dedent("\n".join(lines)), names)

@@ -25,7 +25,6 @@ def kernel_names() -> list[str]:
 
 @contextmanager
 def launched() -> Iterator[set[str]]:
-    """Names of the kernels that run meanwhile."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

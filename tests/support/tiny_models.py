@@ -1,9 +1,11 @@
 """Small configurations of every model family, and the transformers models of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from megatron_rc.engine import Sample
 
 DENSE = {
     "model_type": "qwen3", "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -32,6 +34,23 @@ def transformers_model(fields: dict[str, Any], seed: int = 0) -> Any:
         if "norm" in name or name.endswith(".bias"):
             parameter.data.uniform_(0.5, 1.5)
     return model
+
+
+@torch.no_grad()
+def reference_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """[output, V] logits that each output token was drawn from, in one forward of the whole sequence by itself."""
+    ids = torch.tensor([sample.prompt_ids + sample.output_ids])
+    return model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+
+def errors(model: Any, samples: Sequence[Sample], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of all samples minus those of the forwards."""
+    found = []
+    for sample in samples:
+        expected = (reference_logits(model, sample).double() / temperature).log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
+        found.append(torch.tensor(sample.logprobs, dtype=torch.float64) - expected)
+    return torch.cat(found)
 
 
 LENGTHS = (5, 0, 17, 40, 1, 0)

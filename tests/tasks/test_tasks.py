@@ -278,13 +278,14 @@ def test_a_demonstration_has_the_reward_of_a_right_answer_and_others_that_of_the
         ({"datasets": {"chain_sum": {"weight": 0}}}, "datasets.chain_sum.weight must be > 0, got 0"),
         ({"datasets": {"chain_sum": 3}}, r"datasets.chain_sum must be \{weight: ..., config: ...\}, got 3"),
         ({"datasets": {}}, "datasets must name at least one"),
+        ({"tokenizer": str(Path(__file__).parent)}, "tokenizer: .* holds no usable tokenizer"),
         ({"max_prompt_tokens": 5}, "max_prompt_tokens=5 has no room for the problems"),
         ({"datasets": {"chain_sum": {"config": {"max_terms": 2, "max_digits": 1}}}, "held_out": 60}, "is more than"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options: dict[str, Any], sentence: str, tokenizer: str) -> None:
     with pytest.raises(ValueError, match=sentence) as error:
-        task_of(tokenizer, **options)
+        task_of(**{"tokenizer": tokenizer, **options})
     assert "\n" not in str(error.value)
 
 
@@ -292,8 +293,3 @@ def test_a_missing_library_is_named(tokenizer: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
     with pytest.raises(ValueError, match=r"reasoning-gym is not installed: .*\[real\]"):
         task_of(tokenizer)
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tokenizer: .* holds no usable tokenizer"):
-        task_of(str(tmp_path))

@@ -40,8 +40,6 @@ class Engine:
 
 
 class Task:
-    """Rewards a response with its seed."""
-
     max_turns = 1
 
     def eval_prompts(self) -> list[Prompt]:
@@ -96,14 +94,11 @@ def test_the_step_stops_above_the_allowed_share_and_not_at_it(share: float, stop
         f"2 of 8 responses came back damaged, rollout.sglang.max_rejected_share is {share!r}: "
         "1 nan_logprob (what was found in 110); 1 timeout (what was found in 131)"
     )
+    with pytest.raises(SharedError, match="8 of 8 responses came back damaged"):
+        sampled(dict.fromkeys(SEEDS, "timeout"), 1.0)
     # the most frequent reason comes first, each with its first example
     with pytest.raises(SharedError, match=r": 2 timeout \(what was found in 111\); 1 nan_logprob \(.* 100\)$"):
         sampled({100: "nan_logprob", 111: "timeout", 121: "timeout"}, share)
-
-
-def test_a_step_of_damaged_responses_alone_stops_whatever_share_is_allowed() -> None:
-    with pytest.raises(SharedError, match="8 of 8 responses came back damaged"):
-        sampled(dict.fromkeys(SEEDS, "timeout"), 1.0)
 
 
 def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stops_with_too_many() -> None:

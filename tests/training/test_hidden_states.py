@@ -77,7 +77,6 @@ def both_paths(rank: int, case: Case) -> dict[str, Any]:
             answer = model(**model_inputs(batch, case.tensor), **options)
             logprobs, entropy = head.logprobs(answer, MicroBatch(batch), with_entropy=True)
             described = head.distribution(answer.detach(), MicroBatch(batch), with_kept_mass=True, with_varentropy=True)
-        assert entropy is not None
         # their gradient is written in the place of logits
         answered = answer.detach().clone()
         (torch.stack([logprobs, entropy]) * upstream).sum().backward()
@@ -166,7 +165,6 @@ def refusals(rank: int) -> dict[str, str]:
     enter("nothing again")
     config.mtp_num_layers, model.__class__ = 1, with_output_processor(type(model))
     with hidden_states(model) as head:
-        assert head is not None
         said["a newer model with mtp"] = f"{tuple(model().shape)} {head.weight is layer.weight}"
     said["a newer model after the block"] = str(model())
     return said

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import finished_job, settings_file
-from warm_models import TASK, warm_model
+from jobs import TASK, finished_job, settings_file, warm_model
 
 from megatron_rc.dump.schema import read_dump
 
@@ -72,7 +71,6 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recording]:
-    """The recording of a kind of model, made once."""
     return cache(lambda kind: Recording(tmp_path_factory.mktemp(kind), warm_model(kind, tmp_path_factory)))
 
 

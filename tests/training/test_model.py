@@ -18,14 +18,7 @@ from megatron_rc.training import groups
 from megatron_rc.training.model.attention import PackedCoreAttention, packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.weights import load_hf
-
-
-class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return func(*args, **(kwargs or {}))
+from speed.operations import OperationCount
 
 
 def _one_process(rank: int, folder: str) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -41,9 +34,9 @@ def _one_process(rank: int, folder: str) -> tuple[torch.Tensor, int, torch.Tenso
         packed = packed_seq_params(cu_seqlens, max(LENGTHS), LENGTHS)
         assert packed.layout.blocks
         options = {} if dtype == "fp32" else {"fp32_output": False}
-        with _HostReads() as reads:
+        with OperationCount() as reads:
             logits = model(ids, positions, None, packed_seq_params=packed, **options)
-        found += [logits[0].detach(), reads.count]
+        found += [logits[0].detach(), reads.waits.total()]
     return found[0], found[1], found[2]
 
 

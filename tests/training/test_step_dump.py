@@ -55,11 +55,6 @@ def steps_in(folder: Path) -> list[int]:
     return [records[0]["step"] for records in read_dump(folder)]
 
 
-def test_the_last_steps_are_kept_whatever_step_a_run_is_at(tmp_path: Path) -> None:
-    write(StepDump(tmp_path / "dump", DumpSettings(keep=2), every_step=False), *range(1, 8))
-    assert steps_in(tmp_path / "dump") == [6, 7]
-
-
 def test_a_resumed_run_leaves_only_steps_that_lead_to_one_another(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(keep=3), every_step=False), 5, 6, 7)
     leftover = tmp_path / ".step-000008.parquet.writing"
@@ -123,18 +118,14 @@ def test_every_step_of_a_whole_dump_stays_also_when_a_later_run_keeps_its_last_s
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_whole_dump_holds_no_step_without_token_ids(tmp_path: Path) -> None:
+def test_a_whole_dump_holds_no_step_without_token_ids_which_replay_refuses(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(), every_step=False), 1, 2, 3)
-    write(StepDump(tmp_path, DumpSettings(), every_step=True), 4)
-    assert steps_in(tmp_path) == [4]
-    RecordedEngine(tmp_path)
-
-
-def test_replay_refuses_a_dump_without_token_ids(tmp_path: Path) -> None:
-    write(StepDump(tmp_path, DumpSettings(), every_step=False), 1)
     sentence = r"step-000001.parquet has no token ids, .* record a dump with --dump, or with"
     with pytest.raises(ValueError, match=sentence):
         RecordedEngine(tmp_path)
+    write(StepDump(tmp_path, DumpSettings(), every_step=True), 4)
+    assert steps_in(tmp_path) == [4]
+    RecordedEngine(tmp_path)
 
 
 def test_a_file_of_another_writer_is_not_deleted(tmp_path: Path) -> None:

@@ -99,17 +99,10 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
     """One optimizer step with every term of the loss, whose weights are not those of the old pass."""
     parallel = ParallelSettings(tensor=case.tensor, expert=case.expert, pipeline=case.pipeline)
     place = groups.initialize(parallel, 1)
-    train = TrainSettings(
-        optimizer="sgd",
-        clip_grad=0.0,
-        dtype=case.dtype,  # type: ignore[arg-type]
-        head=head,  # type: ignore[arg-type]
-        head_chunk=case.chunk if head == "linear" else None,
-        head_logits_dtype=case.logits_dtype if head == "linear" else None,  # type: ignore[arg-type]
-        # more than there are sequences, so one holds no token that counts
-        micro_batches=7,
-        debug_checks=True,
-    )
+    chosen = {"head_chunk": case.chunk, "head_logits_dtype": case.logits_dtype} if head == "linear" else {}
+    # more micro-batches than there are sequences, so one holds no token that counts
+    options: Any = {"optimizer": "sgd", "clip_grad": 0.0, "micro_batches": 7, "debug_checks": True, **chosen}
+    train = TrainSettings(dtype=case.dtype, head=head, **options)  # type: ignore[arg-type]
     with closing(Policy(ModelSettings(config=KINDS[case.kind]), parallel, train, place)) as policy:
         policy.keep_kl_policy()
         start = policy.host_copy()
@@ -127,24 +120,19 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
             for inner in policy.optimizer.chained_optimizers:
                 inner.grad_scaler._scale.fill_(256.0)
         layer = getattr(policy.modules[-1], "output_layer", None)
+        correction: Any = {
+            "weight": Weight("token", "truncate", upper=2.0),
+            "old": case.old,
+            "centering": case.centering,
+        }
+        loss = LossSettings(
+            dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=case.entropy_coef
+        )
+        settings = StepSettings(
+            correction=RolloutCorrection(**correction), loss=loss, train=train, max_nonfinite_share=0.0
+        )
         with HeadProducts(VOCABULARY if layer is None else layer.output_size_per_partition) as products:
-            result = reinforce_step(
-                policy,
-                batch_of(),
-                StepSettings(
-                    correction=RolloutCorrection(
-                        Weight("token", "truncate", upper=2.0),
-                        old=case.old,  # type: ignore[arg-type]
-                        centering=case.centering,  # type: ignore[arg-type]
-                    ),
-                    loss=LossSettings(
-                        dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=case.entropy_coef
-                    ),
-                    train=train,
-                    max_nonfinite_share=0.0,
-                ),
-                check=move,
-            )
+            result = reinforce_step(policy, batch_of(), settings, check=move)
         return {
             "metrics": result.metrics,
             "gradient": policy.gradient(),

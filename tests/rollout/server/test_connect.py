@@ -13,7 +13,7 @@ import torch
 from faulty_answers import tokens_after
 from faulty_sglang import PROBE, FaultySglang
 from faulty_weights import probe_logprobs, weights_of
-from sglang_engines import MODEL, sglang_engine
+from sglang_clients import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
 from megatron_rc.versions import installing

@@ -15,7 +15,7 @@ import pytest
 from faulty_answers import logprob_of, tokens_after
 from faulty_sglang import Fault, FaultySglang
 from faulty_weights import weights_of
-from sglang_engines import sglang_engine
+from sglang_clients import sglang_engine
 
 from megatron_rc.engine import Sample, SamplingParams
 

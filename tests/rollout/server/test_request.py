@@ -4,6 +4,8 @@ import base64
 import json
 import math
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import faulty_answers as faulty
@@ -221,16 +223,8 @@ def test_no_token_is_in_a_servers_message() -> None:
     assert "17" not in without_tokens("cut off [3, 4, [17, 18")
 
 
-REQUEST = Request(
-    rid="f" * 32, prompt_ids=[3, 4, 5], drawn=[7], params=SamplingParams(max_new_tokens=4, top_k=4),
-    vocab_size=faulty.VOCABULARY, seed=None, routes=RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS),
-    newest_version=7,
-)  # fmt: skip
-REASONS = {
-    *("length_mismatch", "phantom_logprob", "nan_logprob", "positive_logprob", "missing_support", "support_mismatch"),
-    *("missing_routes", "routes_bytes", "retracted_with_routes", "unknown_version", "empty_output", "bad_answer"),
-    "server_error",
-}
+REQUEST = request(SamplingParams(max_new_tokens=4, top_k=4), drawn=[7], routes=ROUTES, newest=7)
+REASONS = {"unknown_version", "server_error"} | {reason for *_, by_reason in DAMAGES for reason in by_reason}
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -255,14 +249,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(child, (*path, key))
 
 
-def with_value(answer: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    inside = answer
-    for key in path[:-1]:
-        inside = inside[key]
-    inside[path[-1]] = value
-    return answer
+def parent_of(answer: Any, path: tuple[Any, ...]) -> Any:
+    return reduce(getitem, path[:-1], answer)
 
 
 PLACES = list(places(good()))
@@ -274,8 +262,11 @@ PLACES = list(places(good()))
 @example(("meta_info", "output_token_sampling_logprobs", 1), -(10**400))
 @example(("meta_info", "output_token_sampling_mask", 0), [float(faulty.token_at(REQUEST.prompt_ids, 4))])
 def test_an_answer_with_anything_anywhere_is_tokens_or_named_damage(where: tuple[Any, ...], value: Any) -> None:
+    answer = good()
+    if where:
+        parent_of(answer, where)[where[-1]] = value
     try:
-        piece = REQUEST.piece(with_value(good(), where, value))
+        piece = REQUEST.piece(answer if where else value)
     except DamagedAnswer as damage:
         assert damage.reason in REASONS and str(damage)
         assert all(0 <= token < faulty.VOCABULARY for token in damage.output_ids)
@@ -296,10 +287,7 @@ def test_an_answer_with_anything_anywhere_is_tokens_or_named_damage(where: tuple
 @pytest.mark.parametrize("where", [path for path in PLACES if path])
 def test_an_answer_that_lacks_a_field_is_tokens_or_named_damage(where: tuple[Any, ...]) -> None:
     answer = good()
-    inside = answer
-    for key in where[:-1]:
-        inside = inside[key]
-    del inside[where[-1]]
+    del parent_of(answer, where)[where[-1]]
     try:
         assert len(REQUEST.piece(answer).output_ids) == 3
     except DamagedAnswer as damage:

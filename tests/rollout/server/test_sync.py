@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from served_truth import CLOSE, Truth
-from sglang_server import SglangServer, checkpoint_weights, shared_server
+from sglang_server import CLOSE, SglangServer, Truth, checkpoint_weights, shared_server
 
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.sglang.pool import Pool
@@ -29,8 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """One server, and models of seeds 0 (what it was started with), 1 and 2."""
-
     def __init__(self, server: SglangServer, kind: str, transport: Any, folder: Path) -> None:
         self.server = server
         self.config = json.loads((Path(server.model) / "config.json").read_text())

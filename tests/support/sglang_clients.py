@@ -1,19 +1,40 @@
-"""A trainer's side of a weight update, against servers that misbehave."""
+"""A trainer's side of SGLang: an engine that is patient for seconds only, and updates of servers that misbehave."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
 from faulty_sglang import FaultySglang
 from faulty_weights import weights_of
 
+from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.settings.sglang import SGLangSettings
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K, "max_position_embeddings": 256, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@contextmanager
+def sglang_engine(*urls: str, model: dict[str, Any] = MODEL, **changes: Any) -> Iterator[SGLangEngine]:
+    """An engine with ``changes`` of SGLangSettings or of the engine's own arguments."""
+    arguments: dict[str, Any] = {"agree": alone, "writer": True}
+    arguments |= {name: changes.pop(name) for name in ("agree", "writer", "return_routes", "probe") if name in changes}
+    patience = {"concurrency": 64, "timeout_s": 20.0, "retries": 2, "backoff_s": 0.02}
+    engine = SGLangEngine(SGLangSettings(urls=urls, weight_sync="tensor", **patience | changes), model, **arguments)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 37, "max_position_embeddings": 64}
 PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
@@ -21,8 +42,6 @@ PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_ten
 
 
 class Job:
-    """A trainer's side: a pool, a sync, and the seeds of weights sent."""
-
     def __init__(self, urls: list[str], transport: Any, folder: Path, **options: Any) -> None:
         self.pool = Pool(urls, concurrency=4, timeout_s=60)
         given = {"bucket_bytes": 600, "sync_dir": str(folder), "timeout_s": 60.0, **options}

@@ -1,4 +1,4 @@
-"""Pages in Debian's chromium: what a reader sees at several widths, in light and in dark."""
+"""Records and pages of reports: of a small made-up run, parsed, and in Debian's chromium as a reader sees them."""
 
 import html
 import json
@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_rc.report.log import MetricsLog
 
 WIDTHS = (360, 420, 1400)
 CONTRAST = 4.5
@@ -53,3 +56,49 @@ def seen(pages: Mapping[str, str], selectors: Sequence[str], folder: Path, *, da
     match = re.search(r'<pre id="found">(.*)</pre>', done.stdout, re.DOTALL)
     assert match, done.stderr
     return dict(json.loads(html.unescape(match[1])))
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on a tag that is closed in the wrong order."""
+
+    VOID = ("meta", "link", "img", "br", "input")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def warmup(steps: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"phase": "warmup", "step": s, "cross_entropy": 2 / s} for s in steps]
+
+
+def rl(steps: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"phase": "rl", "step": s, "reward/mean": s / 100, "old/k3": 1e-5 * (s + 1)} for s in steps]
+
+
+def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    with MetricsLog(folder) as log:
+        for record in records:
+            log.write(record)
