@@ -5,7 +5,7 @@ with noise. A trap changes what the sampler draws from, what it logs, or what th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,27 +152,19 @@ def padded_vocabulary(w: World, rows: int) -> Chunk:
 
 
 def shifted(w: World) -> Chunk:
-    chunk = honest(w)
-    log_mu = np.roll(chunk.log_mu, 1)
-    log_mu[chunk.cu_seqlens[:-1]] = -1.0
-    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return relogged(w, lambda log_mu: np.where(w.position == 0, -1.0, np.roll(log_mu, 1)))
 
 
 def zero_filled(w: World, share: float) -> Chunk:
     """Every so many sequences have 0.0 for all log-probs of the sampler."""
-    chunk = honest(w)
-    log_mu = np.where(w.sequence % round(1 / share) == 0, 0.0, chunk.log_mu)
-    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return relogged(w, lambda log_mu: np.where(w.sequence % round(1 / share) == 0, 0.0, log_mu))
 
 
 def forced_end(w: World) -> Chunk:
     """The last token was forced, with 0.0 for its log-prob."""
-    chunk = honest(w)
-    log_pi, log_mu = chunk.log_pi.copy(), chunk.log_mu.copy()
-    last = chunk.cu_seqlens[1:] - 1
-    log_mu[last] = 0.0
-    log_pi[last] = log_softmax(w.logits)[last, 0]
-    return Chunk(log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    last = w.position == LENGTH - 1
+    chunk = relogged(w, lambda log_mu: np.where(last, 0.0, log_mu))
+    return replace(chunk, log_pi=np.where(last, log_softmax(w.logits)[:, 0], chunk.log_pi))
 
 
 def other_context(w: World) -> Chunk:
@@ -227,7 +219,7 @@ def repetition_penalty(w: World, size: float) -> Chunk:
 def relogged(w: World, change: Callable[[np.ndarray], np.ndarray]) -> Chunk:
     """An honest dump whose log mu is changed."""
     chunk = honest(w)
-    return Chunk(chunk.log_pi, change(chunk.log_mu), chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    return replace(chunk, log_mu=change(chunk.log_mu))
 
 
 def shuffled_rows(log_mu: np.ndarray) -> np.ndarray:
@@ -255,13 +247,7 @@ def later_turn(w: World) -> Chunk:
 def stale_shard(w: World) -> Chunk:
     """One of eight shards of a vocabulary of 5,120 ids is off."""
     chunk = noisier(w, 0.3, w.position >= 0, slice(64, 96))
-    return Chunk(
-        chunk.log_pi,
-        chunk.log_mu,
-        chunk.cu_seqlens,
-        {**chunk.tokens, "token_id": chunk.tokens["token_id"] * 20},
-        chunk.sequences,
-    )
+    return replace(chunk, tokens={**chunk.tokens, "token_id": chunk.tokens["token_id"] * 20})
 
 
 def missing_bias(w: World) -> Chunk:
