@@ -23,6 +23,7 @@ from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
+from megatron_rc.files import read_csv
 from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
     "real": (CONFUSION, real_dumps.matrix),
-    "outside": (CONFUSION, lambda: outside.summary(outside.committed()).strip()),
+    "outside": (CONFUSION, lambda: outside.summary(read_csv(outside.Row, outside.RESULTS)).strip()),
 }
 """Page and text of each generated part."""
 

@@ -11,20 +11,93 @@ SGLang server makes more of them; without it, its rows are the smaller dumps of 
 import argparse
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
 from diagnosis.traps import server
 from diagnosis.traps.dumps import TESTS, slug, write, write_small
 from diagnosis.traps.lab import Lab
-from diagnosis.traps.matrix import Matrix, Row
 from diagnosis.traps.planted import TRAPS, Trap
+from megatron_rc.analyze import rules
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
+from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
+TEMPLATE = Path(__file__).with_name("confusion.md")
+"""The page around the matrix; parts of it are written by analyze_docs.py."""
+BENIGN = {"RC404", "RC501", "RC502"}
+"""Rules that name a cause without a fault; RC501 always joins them."""
+RULES = sorted(rules.RULES)
+COLOURS = LinearSegmentedColormap.from_list("answers", ["#c62828", "#f2f2f2", "#2e7d32"])
+"""From dumps with another answer over none to those with the wanted one."""
+
+
+@dataclass
+class Row:
+    """The answers to one trap."""
+
+    name: str
+    trap: Trap
+    dumps: int = 0
+    rights: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    """Dumps by the code that answered."""
+
+    def expects(self, code: str) -> bool:
+        return code == self.trap.answer or (code == "RC501" and self.trap.answer in BENIGN)
+
+    def add(self, diagnosis: Diagnosis) -> str:
+        """Count a dump; returns a line with the verdict on it and its numbers."""
+        answer, level = self.trap.answer, self.trap.level
+        levels = {answer if answer in v.one_of else v.code: v.level for v in diagnosis.verdicts}
+        right = levels.get(answer) == level and all(map(self.expects, levels))
+        self.dumps, self.rights = self.dumps + 1, self.rights + right
+        self.answers.update({verdict.code for verdict in diagnosis.verdicts})
+        whole = diagnosis.evidence.whole
+        surprise = float("nan") if whole.z_surprise is None else whole.z_surprise.z
+        said = " ".join(f"{verdict.code}:{verdict.level}" for verdict in diagnosis.verdicts)
+        numbers = f"k3 {whole.k3:.1e}, z_rho {whole.z_ratio.z:+.1f}, z_W {surprise:+.1f}, sigma {whole.sigma:.3f}"
+        mark = "ok" if right else "BAD"
+        return f"{mark:3} {self.name:34} {said:28} wanted {answer}:{level}; {whole.tokens:,} tokens, {numbers}"
+
+
+def markdown(rows: list[Row]) -> str:
+    """A table of dumps by trap and rule."""
+    lines = []
+    for row in rows:
+        cells = [str(row.answers[code] or "") for code in RULES]
+        wanted = f"{row.trap.answer} {row.trap.level}"
+        lines.append([row.name, row.trap.kind, wanted, *cells, f"{row.rights} of {row.dumps}"])
+    return table(("trap", "kind", "wanted", *RULES, "right"), lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The picture: green where the wanted rule answered, red where another one did."""
+    figure = Figure(figsize=(11.4, 0.24 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots()
+    shares = [[row.answers[c] / row.dumps * (1 if row.expects(c) else -1) for c in RULES] for row in rows]
+    axes.pcolormesh(shares, cmap=COLOURS, vmin=-1, vmax=1, edgecolors="white", lw=2, rasterized=True)
+    for y, row in enumerate(rows):
+        for code, dumps in row.answers.items():
+            place = RULES.index(code) + 0.5, y + 0.5
+            axes.text(*place, f"{dumps}", color="white", size=8, ha="center", va="center")
+    axes.set_xticks(np.arange(len(RULES)) + 0.5, RULES, rotation=60)
+    axes.set_yticks(np.arange(len(rows)) + 0.5, [row.name for row in rows])
+    axes.set_title("dumps by the rule that answered; green: the wanted one, red: another", size=10, loc="left")
+    axes.tick_params(length=0, labelsize=9, labeltop=True, labelbottom=False)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    with rc_context({"svg.hashsalt": "confusion", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def file_of(folder: Path, seed: int, name: str) -> Path:
@@ -66,32 +139,20 @@ def main() -> None:
     for seed in options.seeds:
         files = dump_files(options.folder, seed, only=options.only, with_server=options.server)
         for name, (trap, file) in files.items():
-            diagnosis = diagnose_dump(file)
-            rows.setdefault(name, Row(name, trap.kind, trap.answer, trap.level)).add(diagnosis)
-            print(line(name, trap, diagnosis), flush=True)
-    matrix = Matrix(list(rows.values()))
-    print("\n" + matrix.markdown())
+            print(rows.setdefault(name, Row(name, trap)).add(diagnose_dump(file)), flush=True)
+    every = list(rows.values())
+    print("\n" + markdown(every))
     if options.small:
         write_small(options.folder / "dumps" / str(options.seeds[0]))
     if options.docs:
-        (ROOT / "docs/rules").mkdir(exist_ok=True)
-        (ROOT / "docs/rules/confusion.md").write_text(matrix.page(len(options.seeds)))
-        matrix.draw(ROOT / "docs/images/confusion.svg")
-    if wrong := sum(row.dumps - row.rights for row in rows.values()):
+        seeds = len(options.seeds)
+        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))} --docs"
+        counted = f"{seeds} seed{'s' * (seeds != 1)}"
+        page = TEMPLATE.read_text(encoding="utf-8").format(table=markdown(every), command=command, seeds=counted)
+        (ROOT / "docs/rules/confusion.md").write_text(page)
+        draw(every, ROOT / "docs/images/confusion.svg")
+    if wrong := sum(row.dumps - row.rights for row in every):
         sys.exit(f"{wrong} dumps have another answer than the wanted one")
-
-
-def line(name: str, trap: Trap, diagnosis: Diagnosis) -> str:
-    """One line with the verdict on a dump and its numbers."""
-    whole = diagnosis.evidence.whole
-    surprise = float("nan") if whole.z_surprise is None else whole.z_surprise.z
-    verdicts = " ".join(f"{verdict.code}:{verdict.level}" for verdict in diagnosis.verdicts)
-    right = Row(name, trap.kind, trap.answer, trap.level).right(diagnosis)
-    numbers = f"k3 {whole.k3:.1e}, z_rho {whole.z_ratio.z:+.1f}, z_W {surprise:+.1f}, sigma {whole.sigma:.3f}"
-    return (
-        f"{'ok' if right else 'BAD':3} {name:34} {verdicts:28} wanted {trap.answer}:{trap.level}; "
-        f"{whole.tokens:,} tokens, {numbers}"
-    )
 
 
 if __name__ == "__main__":

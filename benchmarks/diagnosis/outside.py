@@ -25,7 +25,7 @@ from diagnosis.real_dumps import accusing
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.files import read_csv, write_csv
+from megatron_rc.files import write_csv
 from megatron_rc.jobs.describe import table
 
 RESULTS = Path(__file__).with_name("results") / "outside.csv"
@@ -235,11 +235,6 @@ def summary(rows: list[Row]) -> str:
         others = ", ".join(f"{name} ({n})" for name, n in answers.items() if name not in ("none", "found")) or "none"
         lines.append((kind, f"{hits} of {count} {'accused' if healthy else 'found'}", rate, others))
     return table(("dumps", "result", "rate, 95 %", "other answers"), lines)
-
-
-def committed() -> list[Row]:
-    """The rows of RESULTS."""
-    return read_csv(Row, RESULTS)
 
 
 def main() -> None:

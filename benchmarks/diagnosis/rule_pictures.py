@@ -43,27 +43,31 @@ def noise(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
 
 
 def _over_probability(axes: Axes, value: str, labelled: dict[str, Evidence]) -> None:
+    # the middle of each bin of the logged log-prob; exact zeros have a probability of 1
+    edges = np.concatenate([[2 * LOG_MU_EDGES[0]], LOG_MU_EDGES, [0.0, 0.0]])
     for (label, evidence), colour in zip(labelled.items(), COLOURS.values(), strict=True):
         profile = evidence.profiles["log_mu"]
-        drawn = profile.count >= FEWEST
-        probabilities, values = _probabilities(profile.bins), getattr(profile, value)
-        axes.plot(probabilities[drawn], values[drawn], ".-", color=colour, label=label)
+        drawn, index = profile.count >= FEWEST, np.asarray(profile.bins)
+        probabilities = np.exp((edges[index] + edges[np.minimum(index + 1, edges.size - 1)]) / 2)
+        axes.plot(probabilities[drawn], getattr(profile, value)[drawn], ".-", color=colour, label=label)
+
+
+def _bars(axes: Axes, healthy: dict[int, float], sick: dict[int, float]) -> None:
+    """Values by place, next to each other."""
+    for shift, name, values in ((-0.2, "healthy", healthy), (0.2, "sick", sick)):
+        axes.bar(np.array(list(values)) + shift, list(values.values()), 0.4, color=COLOURS[name], label=name)
 
 
 def honesty(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
-    for shift, name, evidence in ((-0.2, "healthy", healthy), (0.2, "sick", sick)):
-        whole = evidence.whole
-        values = [whole.z_ratio.z, whole.z_surprise.z if whole.z_surprise else 0.0]
-        axes.bar(np.arange(2) + shift, values, 0.4, color=COLOURS[name], label=name)
+    found = [{0: w.z_ratio.z, 1: w.z_surprise.z if w.z_surprise else 0.0} for w in (healthy.whole, sick.whole)]
+    _bars(axes, *found)
     axes.axhspan(-4, 4, color="black", alpha=0.07, linewidth=0)
     axes.set_xticks([0, 1], ["z_rho: the logs agree", "z_W: the tokens do not"])
     axes.set(ylabel="statistic; honest within the band")
 
 
 def lags(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
-    for shift, name, evidence in ((-0.2, "healthy", healthy), (0.2, "sick", sick)):
-        places, values = (np.array(list(each)) for each in zip(*evidence.lag_correlations.items(), strict=True))
-        axes.bar(places + shift, values, 0.4, color=COLOURS[name], label=name)
+    _bars(axes, healthy.lag_correlations, sick.lag_correlations)
     axes.set(xlabel="tokens between the two log-probs", ylabel="correlation of log π and log μ")
 
 
@@ -117,13 +121,6 @@ def picture(code: str, healthy: Evidence, sick: Evidence) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     return figure
-
-
-def _probabilities(bins: list[int]) -> np.ndarray:
-    """The middle of each bin of the logged log-prob, as a probability; exact zeros are 1."""
-    edges = np.concatenate([[2 * LOG_MU_EDGES[0]], LOG_MU_EDGES, [0.0, 0.0]])
-    index = np.asarray(bins)
-    return np.exp((edges[index] + edges[np.minimum(index + 1, edges.size - 1)]) / 2)
 
 
 def main() -> None:

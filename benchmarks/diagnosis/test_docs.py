@@ -1,4 +1,10 @@
-"""What documents say of `megatron-rc analyze` is what its code says, and every rule has a picture."""
+"""What documents say of `megatron-rc analyze` is what its code says, and every trap has its picture and its rule."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -19,7 +25,6 @@ def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
     )
     (axes,) = rule_pictures.picture(code, healthy, sick).axes
     legend = axes.get_legend()
-    assert legend is not None
     assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]
 
 
@@ -33,5 +38,16 @@ def test_the_pictures_of_the_page_show_the_page_of_today() -> None:
 def test_generated_parts_are_what_the_code_says(name: str) -> None:
     page, body = analyze_docs.BLOCKS[name]
     match = analyze_docs.part(name).search(page.read_text(encoding="utf-8"))
-    assert match is not None
     assert match["body"] == body(), "run `make docs`"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3 * 3600)
+def test_every_trap_of_five_seeds_is_answered_by_its_rule_alone(tmp_path: Path) -> None:
+    """One and a half hours on two cores; MEGATRON_RC_TRAPS names a folder that keeps models and dumps."""
+    folder = os.environ.get("MEGATRON_RC_TRAPS", str(tmp_path))
+    command = [sys.executable, "benchmarks/diagnosis/confusion.py", "--server", "--folder", folder, "--seeds", *"01234"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    run = subprocess.run(command, cwd=analyze_docs.ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.returncode == 0, run.stdout
+    assert len(re.findall(r"5 of 5 \|$", run.stdout, re.MULTILINE)) == 31

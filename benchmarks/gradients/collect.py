@@ -1,16 +1,21 @@
-"""Gradients at a checkpoint of a run: of exact rollouts, and of the run's own ones under every correction."""
+"""Gradients and rows at a checkpoint of a run: of exact rollouts, and of the run's own under every correction."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gradients.moments import Moments, Products, jackknife_error
+from gradients.rows import MEASURED, Row
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.jobs import run
@@ -33,6 +38,8 @@ FIRST_PROMPT = 10**7
 ADAM_STEP = 0.43
 """Root mean square of the entries of a step of Adam over the learning rate, between versions 19 and 20 of the run;
 noise alone would give sqrt((1 - b) / (1 + b)) = 0.23 with b = 0.9."""
+DIRECTIONS = 2
+"""Gradients of single batches along which the curvature is measured."""
 
 
 class Bench:
@@ -89,11 +96,6 @@ class Bench:
         rows = [self.gradient(self.exact_batch(number, draw), ESTIMATORS["none"])[0] for draw in draws]
         return torch.stack(rows).mean(0)
 
-    def step_length(self) -> float:
-        """Length of a step of Adam in this run: lr sqrt(P) times `ADAM_STEP`."""
-        count = sum(p.numel() for module in self.policy.modules for p in module.parameters())
-        return float(ADAM_STEP * self.policy.lr * count**0.5)
-
     def slopes(self, direction: Tensor, reach: float, numbers: Iterable[int]) -> Tensor:
         """[len(numbers)] curvature of J along ``direction`` in each batch of prompts.
 
@@ -124,3 +126,93 @@ def opened(settings: JobSettings, path: Path, scratch: Path) -> Iterator[Bench]:
         bench = Bench(job, path)
         with closing(bench.engine):
             yield bench
+
+
+class Truth:
+    """The exact gradient, the curvature there, and the learning rate of a step as long as one of the run."""
+
+    def __init__(self, bench: Bench, batches: int, draws: int, curvature_batches: int) -> None:
+        numbers = range(batches)
+        self.rows = torch.stack([bench.exact_gradient(number, range(1, draws + 1)) for number in numbers])
+        # draw 0 is not among those of the truth: exact rollouts are one more estimator, without bias
+        self.single = torch.stack([bench.exact_gradient(number, [0]) for number in numbers])
+        halves = self.rows[0::2].mean(0), self.rows[1::2].mean(0)
+        self.halves_cosine = float(torch.cosine_similarity(*halves, dim=0))
+        self.moments = Products.of(self.single, self.rows).moments()
+        # the length of a step of Adam in this run
+        reach = float(ADAM_STEP * bench.policy.lr * self.rows.shape[1] ** 0.5)
+        self.lr = reach / self.moments.square**0.5
+        others = range(batches, batches + curvature_batches)
+        along = bench.slopes(self.rows.mean(0), reach, others).numpy()
+        each = [bench.slopes(self.single[i], reach, others).numpy() for i in range(DIRECTIONS)]
+        slopes = np.stack([along, np.mean(each, axis=0)])
+        self.slope_along, self.slope_of_batches = slopes.mean(axis=1).tolist()
+        worst = slopes[int(np.abs(slopes.mean(axis=1)).argmax())]
+        self.curvature = abs(float(worst.mean()))
+        self.curvature_error = jackknife_error(curvature_batches, lambda c: float((c @ worst) / c.sum()))
+
+
+def rows_of(
+    bench: Bench, *, batches: int, draws: int, curvature_batches: int, lags: Sequence[int | None]
+) -> Iterator[Row]:
+    """The rows of exact rollouts, of the run's own (lag None) and of those of younger weights."""
+    started = time.process_time()
+    truth = Truth(bench, batches, draws, curvature_batches)
+    print(
+        f"exact gradient: norm {truth.moments.exact**0.5:.3g}, halves' cosine {truth.halves_cosine:.2f}, curvature "
+        f"{truth.slope_along:.3g} along it, {truth.slope_of_batches:.3g} along batches, lr {truth.lr:.3g}, "
+        f"{time.process_time() - started:.0f} CPU seconds"
+    )
+    _, metrics = bench.gradient(bench.exact_batch(0, 0), ESTIMATORS["none"])
+    yield _row(bench, truth, "exact", truth.single, [metrics], 0)
+    for lag in lags:
+        rollouts = [bench.rollout_batch(number, lag) for number in range(batches)]
+        versions = torch.cat([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts])
+        measured_lag = bench.version - round(float(versions.double().mean()))
+        pair: list[dict[str, float]] = []
+        for name, correction in ESTIMATORS.items():
+            gradients, metrics_of = zip(*(bench.gradient(rollout, correction) for rollout in rollouts), strict=True)
+            pair = pair or list(metrics_of)
+            yield _row(bench, truth, name, torch.stack(gradients), metrics_of, measured_lag, pair)
+        print(f"lag {measured_lag}: {time.process_time() - started:.0f} CPU seconds")
+
+
+Records = Sequence[dict[str, float]]
+
+
+def _row(
+    bench: Bench, truth: Truth, name: str, gradients: Tensor, metrics: Records, lag: int, pair: Records = ()
+) -> Row:
+    """``pair``: metrics of an estimator with an old pass, which measures the gap before the update."""
+    products = Products.of(gradients, truth.rows)
+    found, exact = products.moments(), truth.moments
+    a, b, c = found.terms(truth.lr, truth.curvature)
+
+    def mean(records: Records, *names: str) -> float:
+        return statistics.fmean(next(r[n] for n in names if n in r) for r in records)
+
+    return Row(
+        seed=bench.job.settings.train.seed,
+        step=bench.job.progress.step,
+        lag=lag,
+        estimator=name,
+        k3=mean(pair or metrics, "old/k3"),
+        length=mean(metrics, "response_length/mean"),
+        dropped=mean(metrics, "old/masked_token", "current/masked_token"),
+        **{field: _measured(field, found, exact, exact) for field in MEASURED},
+        **{
+            f"{field}_error": products.error(lambda m, field=field: _measured(field, m, m, exact)) for field in MEASURED
+        },
+        **{"a": a, "b": b, "c": c, "lr": truth.lr, "curvature": truth.curvature},
+        curvature_error=truth.curvature_error,
+        exact_norm=max(exact.exact, 0.0) ** 0.5,
+        halves_cosine=truth.halves_cosine,
+    )
+
+
+def _measured(field: str, moments: Moments, scale: Moments, exact: Moments) -> float:
+    """A field of MEASURED: squares as shares of ||g*||^2 of ``scale``, progress as that of exact rollouts."""
+    if field == "progress":
+        return moments.progress(exact)
+    value: float = getattr(moments, field)
+    return value / scale.exact if field in ("squared_bias", "variance") else value

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -59,7 +59,10 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
             for number, name in enumerate(names):
                 if mine[name].dropped <= DROPS_ALL:
                     place = column + WIDTH * ((number + 0.5) / len(names) - 0.5)
-                    _point(axes, place, *panel.value(mine[name]), SHOWN.get(name, OTHER))
+                    value, error = panel.value(mine[name])
+                    color, marker, label = SHOWN.get(name, OTHER)
+                    look = {"color": color, "marker": marker, "label": label, "ms": 5, "ls": "", "lw": 1, "capsize": 0}
+                    axes.errorbar([place], [value], yerr=[[Z90 * error]] * 2, **look)
         labels = [f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nstep {step}, {lag} old" for k3, step, lag, ratio in places]
         axes.set_xticks(range(len(places)), labels)
         axes.set_ylim(panel.low, panel.high)
@@ -74,9 +77,3 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     figure.suptitle(title, fontsize=12, color=TEXT)
     figure.savefig(path, dpi=110)
     return path
-
-
-def _point(axes: Any, place: float, value: float, error: float, style: Style) -> None:
-    color, marker, label = style
-    half = [[Z90 * error]] * 2
-    axes.errorbar([place], [value], yerr=half, color=color, marker=marker, ms=5, ls="", lw=1, capsize=0, label=label)

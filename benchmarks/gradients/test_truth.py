@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from enumeration import Batch, World
+from pictures import same_picture
 from torch import Tensor
 
 from gradients.moments import Moments, Products, jackknife_error
-from gradients.page import page
+from gradients.picture import draw
 from gradients.rows import Row
+from gradients.truth import PAGE, PICTURE, ROWS, page
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.files import read_csv
-
-ROOT = Path(__file__).parents[2]
 
 BATCHES = 2
 WORLD = World(2, stops=False)
@@ -31,15 +31,10 @@ def estimates(correction: RolloutCorrection) -> tuple[Tensor, Tensor]:
     return rows, WORLD.probability(WORLD.mu.log())
 
 
-def exact_estimates() -> tuple[Tensor, Tensor]:
-    """The same for answers of pi, without a weight."""
-    rows = WORLD.reward[:, None] * WORLD.scores().flatten(1)
-    return rows, WORLD.probability(WORLD.log_pi)
-
-
 def expected_moments(rows: Tensor, chances: Tensor) -> Moments:
     """Mean of the measured moments over every pair of batches of one answer of mu and one of pi."""
-    exact_rows, exact_chances = exact_estimates()
+    exact_rows = WORLD.reward[:, None] * WORLD.scores().flatten(1)
+    exact_chances = WORLD.probability(WORLD.log_pi)
     outcomes = [
         (rows[y], exact_rows[z], float(chances[y] * exact_chances[z]))
         for y, z in itertools.product(range(len(rows)), range(len(exact_rows)))
@@ -115,8 +110,16 @@ def test_a_plug_in_norm_would_be_too_large_and_the_measured_one_is_not() -> None
 
 
 def test_the_page_ends_with_the_tables_of_the_committed_rows() -> None:
-    rows = read_csv(Row, ROOT / "benchmarks/gradients/results/gradients.csv")
-    assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows)), "make docs"
+    rows = read_csv(Row, ROWS)
+    assert PAGE.read_text().endswith("## Checkpoints\n\n" + page(rows)), "make docs"
     exact = [row for row in rows if row.estimator == "exact"]
     assert len(exact) == len({row.step for row in rows})
     assert all(abs(row.squared_bias) < 3 * row.squared_bias_error for row in exact), "exact rollouts have no bias"
+
+
+@pytest.mark.full
+def test_the_committed_picture_is_that_of_the_code(tmp_path: Path) -> None:
+    rows = read_csv(Row, ROWS)
+    assert same_picture(draw(rows, tmp_path / "estimates.png"), PICTURE), "make docs"
+    other = [row._replace(cosine=0.0) if row.estimator == "token-tis" else row for row in rows]
+    assert not same_picture(draw(other, tmp_path / "other.png"), PICTURE)

@@ -12,16 +12,18 @@ variance and the terms of the SGA lemma are estimated.
 
 import argparse
 import dataclasses
+import math
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from gradients.page import page
-from gradients.rows import Row
+from gradients.rows import MEASURED, Z90, Row
 from megatron_rc.files import read_csv, write_csv
+from megatron_rc.jobs.describe import table
 from megatron_rc.settings import job as job_settings
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +64,7 @@ def measure(folder: Path) -> Iterator[list[Row]]:
     from megatron_rc.jobs import run
 
     run.quiet_imports()
-    from gradients.collect import opened
-    from gradients.measure import rows_of
+    from gradients.collect import opened, rows_of
 
     settings = job_settings.of_finished(folder)
     for step, lags in STEPS.items():
@@ -71,6 +72,55 @@ def measure(folder: Path) -> Iterator[list[Row]]:
         with tempfile.TemporaryDirectory() as scratch, opened(settings, path, Path(scratch)) as bench:
             sizes = {"batches": BATCHES, "draws": DRAWS, "curvature_batches": CURVATURE_BATCHES}
             yield list(rows_of(bench, **sizes, lags=lags))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The tables at the end of the page."""
+    oldest = "## Rollouts as old as those of the run, lowest to highest over its checkpoints"
+    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n## All rows\n\n{all_rows(rows)}"
+
+
+def all_rows(rows: Sequence[Row]) -> str:
+    """One line per row."""
+    heads = ("step", "lag", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped", "A", "B", "C")
+    lines = []
+    for r in rows:
+        *most, progress = [_between(getattr(r, name), getattr(r, f"{name}_error")) for name in MEASURED]
+        terms = [f"{r.dropped:.1%}", *(f"{term:.2g}" for term in (r.a, r.b, r.c))]
+        lines.append([f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"`{r.estimator}`", *most, *terms, progress])
+    return table((*heads, "best progress"), lines)
+
+
+def _checkpoints(rows: Sequence[Row]) -> str:
+    """What is known of g* and the rollouts at each checkpoint."""
+    heads = ("step", "lag", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
+    lines = []
+    for r in {(r.step, r.lag): r for r in rows if r.lag}.values():
+        gap = [f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"{r.length:.1f}"]
+        exact = [f"{r.exact_norm:.2f}", f"{r.halves_cosine:.2f}", f"{r.lr:.2g}"]
+        lines.append([*gap, *exact, f"{r.curvature:.2g} ± {Z90 * r.curvature_error:.1g}"])
+    return table(heads, lines)
+
+
+def _glance(rows: Sequence[Row]) -> str:
+    """Each estimator's lowest to highest value over the checkpoints, the best mean progress first."""
+    oldest = max(r.lag for r in rows)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.lag in (0, oldest):
+            groups.setdefault(row.estimator, []).append(row)
+    order = sorted(groups, key=lambda name: -statistics.fmean(r.progress for r in groups[name]))
+    lines = []
+    for name in order:
+        members = groups[name]
+        values = [[getattr(r, field) for r in members] for field in ("cosine", "norm_ratio", "variance", "progress")]
+        lines.append([f"`{name}`", *(f"{min(v):.2f} to {max(v):.2f}" for v in values)])
+    return table(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
+
+
+def _between(value: float, error: float) -> str:
+    """The value and half of its 90 % interval."""
+    return "" if math.isnan(value) else f"{value:.2f} ± {Z90 * error:.2f}"
 
 
 def main() -> None:

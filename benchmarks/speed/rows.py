@@ -114,13 +114,8 @@ def logprobs(shape: Shape, with_entropy: bool, peers: Peers, meter: Meter) -> di
     return {name: problem.call(path) for name, path in paths.items()}
 
 
-def kept_of(tokens: int, most: int) -> int:
-    """How many ids are kept in all: 1 to `most` per token, by turns."""
-    return sum(1 + index % most for index in range(tokens))
-
-
 def kept_ids(shape: Shape, most: int, meter: Meter) -> dict[str, Call]:
-    """Log-probs and entropy over the kept ids of a truncated sampler, beside a dense mask over the vocabulary."""
+    """Log-probs and entropy over the 1 to `most` kept ids of a truncated sampler, beside a dense mask."""
     new = meter.new(shape.tokens + 2)
     counts = 1 + torch.arange(shape.tokens, device=meter.device) % most
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -17,7 +17,7 @@ from speed import ROOT, report, run
 from speed.cases import UNUSUAL, Case, Target, cases
 from speed.meter import Call, Meter, launches_of
 from speed.peers import EAGER, NOBODY, OURS, TORCH, Peer, Peers, find_peers
-from speed.sweep import KERNELS, Launch, launch_lines, sweep
+from speed.run import KERNELS, Launch, launch_lines, sweep
 from speed.tokens import Shape
 
 pytestmark = pytest.mark.interpreter

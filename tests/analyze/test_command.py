@@ -19,7 +19,7 @@ from simulated_dumps import TRAPS, diagnosed, honest, small_honest, world, write
 from megatron_rc.analyze import output, terminal
 from megatron_rc.analyze.comparison import NOISE, Comparison, compare
 from megatron_rc.analyze.conditions import Outcome
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES, Judgement
 from megatron_rc.analyze.rules.rule import HOSTS, Level, Verdict
@@ -68,23 +68,19 @@ def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path
     [
         ("--require", "speed<1"), ("--require", "k3<fast"), ("--require", "k3"), ("--require", "RC2=some"),
         ("--require", "RC9=none"), ("--require", "RC1o2=none"), ("--precision", "bf8"), ("--model-kind", "sparse"),
-        ("--require", ","), ("--select", "RC999"), ("--ignore", "203"), ("--host", "trl2"),
+        ("--require", ","), ("--select", "RC999"), ("--ignore", "203"), ("--host", "trl2"), ("--gate", "k3<1"),
+        ("--gate-format", "junit"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_sentence_before_the_dump_is_read(options: tuple[str, str], tmp_path: Path) -> None:
     ended = analyze(tmp_path / "absent", *options, "--require-format", "junit")
     assert ended.is_refusal() and "absent" not in ended.stderr, ended
+    assert ("called --require and --require-format" in ended.stderr) == options[0].startswith("--gate")
 
 
 def test_a_condition_that_the_dump_cannot_answer_is_one_sentence(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path), "--require", "z_W<4", "--require-format", "junit")
     assert ended.is_refusal("needs the column entropy"), ended
-
-
-@pytest.mark.parametrize("options", [("--gate", "k3<1"), ("--gate-format", "junit")])
-def test_the_earlier_name_of_a_condition_is_refused_with_its_new_name(options: tuple[str, str], tmp_path: Path) -> None:
-    ended = analyze(dump(tmp_path), *options)
-    assert ended.is_refusal() and "called --require and --require-format" in ended.stderr, ended
 
 
 @pytest.mark.parametrize(
@@ -107,11 +103,7 @@ def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path
 
 def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path, rollout_logprobs=columns()["old_logprobs"]), "--json")
-
-    def refuse_constant(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    found = json.loads(ended.stdout, parse_constant=refuse_constant)
+    found = json.loads(ended.stdout, parse_constant=pytest.fail)
     assert found["growth"]["horizon"] is None
     assert ended.status == 0 and found["honesty"]["exact"] == 1
 
@@ -165,7 +157,7 @@ def test_annotations_stay_on_one_line_whatever_they_say() -> None:
     (line,) = output.github([outcome]).splitlines()
     assert line.startswith("::error title=megatron-rc analyze::100 %25%0A::error::planted%0D")
     failure = ElementTree.fromstring(output.junit([outcome])).find("testcase/failure")
-    assert failure is not None and "<a&b>" in str(failure.get("message"))
+    assert "<a&b>" in str(failure.get("message"))
 
 
 @pytest.mark.parametrize(("source", "options"), [(None, []), (HOST_DUMPS / "miles", ["--no-what-if", "--json"])])
@@ -186,7 +178,6 @@ def test_an_analysis_without_what_if_imports_no_torch(source: Path | None, optio
 
 def line(found: Comparison, name: str) -> tuple[float, float, float]:
     one = next(line for line in found.lines if line.name == name)
-    assert one.p is not None
     return one.before, one.after, one.p
 
 
@@ -244,17 +235,16 @@ def test_an_option_for_one_dump_is_refused_with_two(option: tuple[str, ...], tmp
     assert ended.is_refusal() and f"{option[0]} goes with one dump" in ended.stderr
 
 
-ROOT = Path(__file__).parents[2]
 SCREEN = 40
 SOURCE = "/data/runs/qwen3-30b-a3b/dump/rollouts-000123.parquet"
 
 
-def diagnosis_named(name: str) -> Diagnosis:
-    return diagnosis_of([TRAPS[name][1](world(1, sequences=32))], SOURCE, "megatron-rc Parquet", CorruptRows())
+def truncated() -> Diagnosis:
+    return diagnosed(TRAPS["renormalised top-p .95"][1](world(1, sequences=32)), source=SOURCE)
 
 
 def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
-    diagnosis = diagnosis_named("renormalised top-p .95")
+    diagnosis = truncated()
     (verdict,) = diagnosis.verdicts
     more = [Verdict(code, Level.BUG, verdict.sentence, {}, 1e-9, 0.5) for code in ("RC303", "RC301", "RC104")]
     evidence = replace(diagnosis.evidence, damaged={"nan": 3, "positive": 4}, damaged_places=[1, 2, 3, 4, 5])
@@ -273,7 +263,7 @@ def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
 
 
 def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
-    diagnosis = diagnosis_named("renormalised top-p .95")
+    diagnosis = truncated()
     assert "Fixes: megatron-rc explain RC102" in terminal.text(diagnosis)
     assert not [host for host in HOSTS if f"{host}:" in terminal.text(diagnosis)]
     text = " ".join(terminal.text(diagnosis, host="TRL").split())
@@ -283,8 +273,3 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     assert terminal.host_named("megatron-lm") == "Megatron-LM"
     with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
         terminal.host_named("prime-rl")
-
-
-def test_what_is_shared_names_no_path() -> None:
-    text = terminal.text(diagnosis_named("one stale server"), share=True)
-    assert SOURCE not in text and "Server c" not in text and "RC303" in text

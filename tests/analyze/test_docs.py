@@ -84,7 +84,6 @@ def test_the_conditions_of_the_page_can_be_read() -> None:
 
 def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert code is not None
     exec(code[1], {})
     assert capsys.readouterr().out
 

@@ -164,14 +164,11 @@ def test_advantages_of_one_sign_show_a_filter_without_rewards(per: str) -> None:
     chunk = TRAPS["hidden temperature .7"][1](world(1, sequences=48))
     size = 48 if per == "sequence" else chunk.log_pi.size
     one_sided, both = np.full(size, 0.5), np.where(np.arange(size) < size // 2, 0.5, -0.5)
-    found = [diagnosed(with_advantage(chunk, values)) for values in (one_sided, both)]
+    where = "sequences" if per == "sequence" else "tokens"
+    known = ({**getattr(chunk, where), "advantage": values} for values in (one_sided, both))
+    found = [diagnosed(replace(chunk, **{where: columns})) for columns in known]
     assert levels(found[0]) == {"RC103": Level.UNDECIDED} and levels(found[1]) == {"RC103": Level.BUG}
     assert "all 48 advantages that are not 0 are above 0" in found[0].evidence.outcome_filter.sentence
-
-
-def with_advantage(chunk: Chunk, values: np.ndarray) -> Chunk:
-    where = "sequences" if values.size == chunk.num_sequences else "tokens"
-    return replace(chunk, **{where: {**getattr(chunk, where), "advantage": values}})
 
 
 def test_a_filter_hides_no_bug_of_rules_that_do_not_see_it_and_accuses_no_honest_dump() -> None:

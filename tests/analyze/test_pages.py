@@ -25,25 +25,23 @@ BOUND = re.compile(
 )
 
 
-def numbers_of(
-    function: types.FunctionType, seen: frozenset[types.FunctionType] = frozenset()
-) -> tuple[set[float], set[float]]:
+def numbers_of(check: types.FunctionType) -> tuple[set[float], set[float]]:
     """The constants that a rule names, and the numbers that it writes out, with those of the functions it calls."""
-    named, written = set(), set()
-    codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
-    for name in [name for code in codes for name in code.co_names]:
-        value = function.__globals__.get(name)
-        if value is function or (isinstance(value, types.FunctionType) and value in seen):
-            continue
-        if name == "significant":
-            named |= set(Evidence.significant.__defaults__)
-        elif isinstance(value, types.FunctionType) and value.__module__.startswith(rules.__name__):
-            named, written = (
-                old | new for old, new in zip((named, written), numbers_of(value, seen | {function}), strict=True)
-            )
-        elif name.isupper() and isinstance(value, (int, float, tuple)):
-            named |= set(value) if isinstance(value, tuple) else {value}
-    return named, written | {c for code in codes for c in code.co_consts if isinstance(c, (int, float))}
+    named, written, seen, left = set(), set(), {check}, [check]
+    while left:
+        function = left.pop()
+        codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
+        written |= {c for code in codes for c in code.co_consts if isinstance(c, (int, float))}
+        for name in {name for code in codes for name in code.co_names}:
+            value = function.__globals__.get(name)
+            if name == "significant":
+                named |= set(Evidence.significant.__defaults__)
+            elif isinstance(value, types.FunctionType) and value.__module__.startswith(rules.__name__):
+                left += {value} - seen
+                seen.add(value)
+            elif name.isupper() and isinstance(value, (int, float, tuple)):
+                named |= set(value) if isinstance(value, tuple) else {value}
+    return named, written
 
 
 @pytest.mark.parametrize("code", sorted(RULES))

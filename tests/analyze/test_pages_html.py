@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from html import unescape
@@ -13,18 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from report_pages import Page, opened
-from simulated_dumps import (
-    ONE_EACH,
-    TRAPS,
-    diagnosed,
-    evidence_of,
-    honest,
-    one_stale_server,
-    policy_lag,
-    stale_cache,
-    world,
-    write_dump,
-)
+from simulated_dumps import ONE_EACH, TRAPS, diagnosed, evidence_of, world, write_dump
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import output, report_text, terminal
@@ -43,7 +31,7 @@ CANARIES = (*map(str, CANARY.values()), "canary_folder")
 SCRIPT = "<script>alert(1)</script>"
 
 
-def named(chunk: Chunk, *, server: str, reason: str, group: str, token: int = 7) -> Chunk:
+def named(chunk: Chunk, server: str = "s", reason: str = "stop", group: str = "g", token: int = 7) -> Chunk:
     """A chunk of two steps and several servers with these names; every fourth id is ``token``."""
     size = chunk.num_sequences
     tokens = {**chunk.tokens, "token_id": np.where(chunk.index % 4 == 0, token, chunk.tokens["token_id"])}
@@ -56,8 +44,8 @@ def named(chunk: Chunk, *, server: str, reason: str, group: str, token: int = 7)
     return replace(chunk, tokens=tokens, sequences={**chunk.sequences, **columns})
 
 
-def small(make: Callable[..., Chunk] = honest) -> Chunk:
-    return make(world(3, sequences=48))
+def small(trap: str = "honest") -> Chunk:
+    return TRAPS[trap][1](world(3, sequences=48))
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
@@ -74,7 +62,7 @@ def test_the_page_of_every_rule_is_well_formed_small_and_loads_nothing(name: str
 
 
 def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
-    page = Page(html.page(diagnosed(named(small(), server="s", reason="stop", group="g"))))
+    page = Page(html.page(diagnosed(named(small()))))
     wanted = [
         "Honesty", "How large the gap is", "Log-probs of trainer and sampler", "By logged log-prob",
         "By position in the response", "Is the sum of log-ratios noise?", "k3 by server and step",
@@ -104,7 +92,7 @@ def test_tiny_dumps_have_a_page(lengths: tuple[int, ...]) -> None:
 
 
 def test_every_string_of_a_dump_is_escaped() -> None:
-    chunk = named(small(one_stale_server), server=SCRIPT, reason=SCRIPT, group=SCRIPT)
+    chunk = named(small("one stale server"), server=SCRIPT, reason=SCRIPT, group=SCRIPT)
     worst = np.where(np.char.endswith(chunk.sequences["server"], "2"), SCRIPT, chunk.sequences["server"])
     chunk = replace(chunk, sequences={**chunk.sequences, "server": worst})
     diagnosis = diagnosed(chunk, source=f"/data/{SCRIPT}.parquet", ignored=[SCRIPT])
@@ -116,7 +104,7 @@ def test_every_string_of_a_dump_is_escaped() -> None:
 
 
 def test_the_same_dump_gives_the_same_bytes() -> None:
-    one, other = (diagnosed(small(policy_lag)) for _ in range(2))
+    one, other = (diagnosed(small("policy lag")) for _ in range(2))
     assert html.page(one) == html.page(other) and output.to_json(one) == output.to_json(other)
 
 
@@ -126,7 +114,7 @@ def test_only_the_script_of_the_page_may_run_and_nothing_may_be_loaded() -> None
         for tag in Page(html.page(diagnosed(small()))).named("meta")
         if tag.get("http-equiv") == "Content-Security-Policy"
     ]
-    assert policy is not None and policy.startswith("default-src 'none'; img-src data:")
+    assert policy.startswith("default-src 'none'; img-src data:")
     assert "script-src 'sha256-" in policy
 
 
@@ -178,7 +166,7 @@ def hovered(text: str, title: str) -> dict[str, Any]:
 
 
 def test_the_gap_of_a_step_is_split_into_what_grew() -> None:
-    chunk = named(small(), server="s", reason="stop", group="g")
+    chunk = named(small())
     noisy = (chunk.sequences["step"] == 1)[chunk.sequence_of]
     chunk = replace(chunk, log_mu=np.where(noisy, chunk.log_pi - 3 * chunk.log_ratio, chunk.log_mu))
     text = html.page(diagnosed(chunk))
@@ -191,7 +179,7 @@ def test_the_gap_of_a_step_is_split_into_what_grew() -> None:
 
 
 def test_k3_by_version_lag_is_that_of_the_tokens_of_each_lag() -> None:
-    chunk = small(policy_lag)
+    chunk = small("policy lag")
     lag = chunk.per_token("trainer_version") - chunk.tokens["version"]
     shown = hovered(html.page(diagnosed(chunk)), "k3 by version lag")["k3"]
     assert shown == {value: pytest.approx(chunk.k3[lag == value].mean(), rel=1e-4) for value in np.unique(lag)}
@@ -206,7 +194,7 @@ def test_the_error_of_each_bound_is_that_of_the_recommendation() -> None:
 
 
 def test_the_map_of_servers_and_steps_has_the_mean_k3_of_each() -> None:
-    chunk = named(small(), server="s", reason="", group="")
+    chunk = named(small())
     halves = (chunk.select_sequences(np.arange(48) // 24 == part) for part in (0, 1))
     cells = evidence_of(*halves).k3_by_server_and_step
     assert set(cells) == {("s0", 0), ("s1", 1), ("s2", 0), ("s3", 1)}
@@ -233,10 +221,10 @@ def test_colours_do_not_blow_up_small_differences_between_servers() -> None:
     assert {"-3", "-2"} <= set(Page(heat_map(shown, least_span=1.0)).texts)
 
 
-@pytest.mark.parametrize("make", [one_stale_server, stale_cache, policy_lag])
-def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk]) -> None:
+@pytest.mark.parametrize("trap", ["one stale server", "stale cache", "policy lag"])
+def test_what_is_shared_has_no_ids_names_and_paths(trap: str) -> None:
     file = "/data/canary_folder/dump.parquet"
-    diagnosis = diagnosed(named(small(make), **CANARY), source=file, ignored=["canary_folder/notes.txt"])
+    diagnosis = diagnosed(named(small(trap), **CANARY), source=file, ignored=["canary_folder/notes.txt"])
     diagnosis.corrupt.add(f"{file}: row 3: canary_server")
     for text in (html.page(diagnosis, share=True), output.to_json(diagnosis, share=True)):
         assert not [canary for canary in CANARIES if canary in text]
@@ -258,7 +246,7 @@ def run(*arguments: str | Path) -> Any:
 
 
 def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dump = write_dump(named(small(), server="s", reason="stop", group="g"), tmp_path / "dump.parquet")
+    dump = write_dump(named(small()), tmp_path / "dump.parquet")
     monkeypatch.chdir(tmp_path)
     done = run(dump)
     assert done.exit_code == 0, done.output
@@ -290,11 +278,12 @@ def test_the_command_leaves_a_file_of_someone_else_alone(tmp_path: Path, monkeyp
 def test_the_shared_command_names_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "canary_folder"
     folder.mkdir()
-    dump = write_dump(named(small(one_stale_server), **CANARY), folder / "dump.parquet")
+    dump = write_dump(named(small("one stale server"), **CANARY), folder / "dump.parquet")
     page = tmp_path / "page.html"
     done = run(dump, "--share", "--html", page)
     assert done.exit_code == 0, done.output
     printed = "\n".join(done.stdout.splitlines()[:-1])
+    assert "RC303" in printed
     for text in (printed, page.read_text()):
         assert text and not [canary for canary in CANARIES if canary in text]
 
@@ -314,7 +303,7 @@ def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) 
     control.write_text('<img src="http://canary.invalid/x.png"><script>missing()</script>')
     _, console, asked = shown(control)
     assert "missing is not defined" in console and "http://canary.invalid/x.png" in asked
-    chunk = named(small(one_stale_server), server=SCRIPT, reason="stop", group="g")
+    chunk = named(small("one stale server"), server=SCRIPT)
     text, console, asked = shown(html.write(diagnosed(chunk), tmp_path / "page.html"))
     assert not console and not asked
     # the script of the page has run: it adds a box for the values to every chart

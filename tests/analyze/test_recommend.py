@@ -59,7 +59,6 @@ def test_a_small_gap_is_weighted_by_sequence_and_a_large_one_by_token() -> None:
     # W is log-normal with variance s^2 of its log: the total variation is 2 Phi(s / 2) - 1
     assert small.variation == pytest.approx(math.erf(0.5 / 2 / math.sqrt(2)), rel=0.15)
     assert small.variation_interval[0] < small.variation < small.variation_interval[1]
-    assert small.correction is not None and small.correction.weight is not None
     assert small.correction.weight.level == "sequence"
 
 
@@ -131,7 +130,7 @@ def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
 
 def test_a_suspect_is_decided_first() -> None:
     found = recommend(noise(0.05).evidence, [Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})], WIDE)
-    assert found.correction is not None and found.suspects == ("RC205",)
+    assert found.correction and found.suspects == ("RC205",)
     assert found.headline.startswith("Recommended once RC205 is decided: seq-tis")
 
 
@@ -180,7 +179,7 @@ def test_more_tokens_per_step_loosen_the_bound_and_a_flat_error_keeps_the_custom
 def test_an_advantage_that_is_not_finite_counts_as_0() -> None:
     values = np.array([math.nan, 1.0, math.inf])
     found = advantages(Chunk(np.zeros(3), np.zeros(3), np.arange(4), {}, {"advantage": values}))
-    assert found is not None and found.tolist() == [0, 1, 0]
+    assert found.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("size", [0.001, 0.05, 0.3])

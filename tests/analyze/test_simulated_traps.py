@@ -5,20 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from headlines import contradictions
-from simulated_dumps import (
-    TRAPS,
-    chunk_of,
-    diagnosed,
-    draw,
-    expert_flips,
-    honest,
-    levels,
-    log_softmax,
-    padded_vocabulary,
-    sampled,
-    small_honest,
-    world,
-)
+from simulated_dumps import TRAPS, chunk_of, diagnosed, draw, honest, levels, log_softmax, sampled, small_honest, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.headline import HEADLINES, headline
@@ -47,7 +34,7 @@ def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
 
 
 def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -> None:
-    chunk = padded_vocabulary(world(1, sequences=96), 2)
+    chunk = TRAPS["padded vocabulary"][1](world(1, sequences=96))
     assert [*levels(diagnosed(chunk, select=("RC106",)))] == ["RC106"]
     assert [*levels(diagnosed(chunk, select=("RC102",)))] == []
     assert "RC106" not in levels(diagnosed(chunk, ignore=("RC106",)))
@@ -120,7 +107,7 @@ def test_logs_of_four_decimals_are_no_temperature() -> None:
 
 
 def test_shifted_experts_without_their_column_are_numerics_and_the_text_names_the_column() -> None:
-    chunk = expert_flips(world(1, sequences=48))
+    chunk = TRAPS["expert flips"][1](world(1, sequences=48))
     tokens = {name: values for name, values in chunk.tokens.items() if name != "routes_shifted"}
     (verdict,) = diagnosed(replace(chunk, tokens=tokens)).verdicts
     assert (verdict.code, verdict.level) == ("RC501", Level.NUMERICS)

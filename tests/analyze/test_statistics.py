@@ -61,7 +61,6 @@ def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
     p_values = []
     for seed in range(200):
         test = Permutations(loss_tokens(small_honest(seed))).test("position", FACTORS["position"], size)
-        assert test.p is not None
         p_values.append(test.p)
     distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
@@ -177,7 +176,6 @@ def of_noise(sigma: float, tokens: int = 60_000) -> Chunk:
 
 def test_noise_on_logits_is_found_at_every_confidence() -> None:
     for one in displacement.by_confidence(of_noise(0.1), 500):
-        assert one is not None
         assert one.mean_size == pytest.approx(0.1 * np.sqrt(2 / np.pi), rel=0.05)
         assert (one.low, one.high) == pytest.approx((-0.164, 0.164), abs=0.01)
 

@@ -25,17 +25,12 @@ def script(variable: str, name: str) -> Path:
     return path
 
 
-def found(host: str, flags: Flags, at_least: int = 11) -> dict[str, set[str]]:
-    """Decided checks that are not good, by status; ``at_least`` so many are decided."""
-    findings = [finding for finding in traps(host, flags).values() if finding.decided]
-    assert len(findings) >= at_least
-    return {
-        status: {finding.check for finding in findings if finding.status == status} for status in ("error", "warning")
-    }
-
-
-def undecided(host: str, flags: Flags) -> set[str]:
-    return {finding.check for finding in traps(host, flags).values() if not finding.decided}
+def judged(host: str, flags: Flags, at_least: int = 11) -> tuple[set[str], set[str]]:
+    """(checks that warn, checks that are undecided); none is an error, and ``at_least`` so many are decided."""
+    findings = traps(host, flags).values()
+    status = {finding.check: finding.status for finding in findings if finding.decided}
+    assert len(status) >= at_least and "error" not in status.values(), status
+    return {check for check in status if status[check] == "warning"}, {f.check for f in findings if not f.decided}
 
 
 def with_enable(text: str, folder: Path) -> str:
@@ -54,7 +49,7 @@ def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnin
         assert line in text
     (tmp_path / "models").symlink_to(own.parent / "models")
     (tmp_path / name).write_text(text)
-    assert found("slime", Flags.of_file(tmp_path / name)) == {"error": set(), "warning": warnings}
+    assert judged("slime", Flags.of_file(tmp_path / name))[0] == warnings
 
 
 @pytest.mark.host("miles", proof="own code", feature="no error of doctor in its own script with our lines")
@@ -68,15 +63,14 @@ def test_two_flags_more_make_a_script_of_miles_a_corrected_one(
     (tmp_path / name).write_text(text := with_enable(script("MILES_DIR", f"{MILES}{name}.sh").read_text(), tmp_path))
     flags = Flags.of_file(tmp_path / name)
     # a program of miles prints flags of the model into an array
-    assert flags.hidden == ("${MODEL_ARGS[@]}",) and found("miles", flags, 1) == {"error": set(), "warning": set()}
-    assert undecided("miles", flags) >= {"router-dtype", "moe-replay", "hook-settings", "correction-unapplied"}
+    warned, undecided = judged("miles", flags, 1)
+    assert flags.hidden == ("${MODEL_ARGS[@]}",) and not warned
+    assert undecided >= {"router-dtype", "moe-replay", "hook-settings", "correction-unapplied"}
     program = script("MILES_DIR", "miles/utils/external_utils/model_args_utils.py")
     printed = subprocess.run([sys.executable, program, model], capture_output=True, text=True, check=True).stdout
     text, replaced = re.subn(r"(?m)^read -ra MODEL_ARGS .*$", f"MODEL_ARGS=({printed.strip()})", text)
     (tmp_path / name).write_text(text)
-    flags = Flags.of_file(tmp_path / name)
-    assert replaced == 1 and found("miles", flags) == {"error": set(), "warning": warnings}
-    assert undecided("miles", flags) == set()
+    assert replaced == 1 and judged("miles", Flags.of_file(tmp_path / name)) == (warnings, set())
 
 
 @pytest.mark.host("megatron-lm", proof="own code", feature="no error of doctor in its own script with our lines")
@@ -97,9 +91,7 @@ def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
     options = "--rc-preset token-tis --rc-lr-rule length_decay"
     words = f"-m megatron_rc patch {options} train_rl.py --rl-inference-logprobs-is-correction"
     (tmp_path / "run.sh").write_text(command.replace("train_rl.py", words))
-    flags = Flags.of_file(tmp_path / "run.sh")
-    assert found("megatron-lm", flags) == {"error": set(), "warning": warnings}
-    assert undecided("megatron-lm", flags) == open_checks
+    assert judged("megatron-lm", Flags.of_file(tmp_path / "run.sh")) == (warnings, open_checks)
 
 
 @pytest.mark.host("megatron-training", proof="own code", feature="no error of doctor in its own script with our lines")
@@ -109,8 +101,7 @@ def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
 )
 def test_a_script_of_pretrain_has_no_flag_that_stands_in_the_way_of_the_patch(name: str, warnings: set[str]) -> None:
     flags = Flags.of_file(script("MEGATRON_LM_DIR", f"examples/{name}.sh"))
-    assert "pretrain_gpt.py" in flags.words and undecided("megatron-training", flags) == set()
-    assert found("megatron-training", flags, 6) == {"error": set(), "warning": warnings}
+    assert "pretrain_gpt.py" in flags.words and judged("megatron-training", flags, 6) == (warnings, set())
 
 
 @pytest.mark.host("verl", proof="own code", feature="no error of doctor in its own script with our lines")
@@ -123,8 +114,7 @@ def test_one_variable_makes_a_script_of_verl_a_corrected_one(
 ) -> None:
     monkeypatch.setenv("MEGATRON_RC_CONFIG", "{correction: token-tis}")
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
-    flags = Flags.of_file(script("VERL_DIR", f"{VERL}{name}.sh"))
-    assert found("verl", flags) == {"error": set(), "warning": warnings}
+    assert judged("verl", Flags.of_file(script("VERL_DIR", f"{VERL}{name}.sh")))[0] == warnings
 
 
 @pytest.mark.host("nemo-rl", proof="own code", feature="no error of doctor in its own script with our lines")
@@ -132,4 +122,4 @@ def test_one_variable_makes_a_script_of_verl_a_corrected_one(
 def test_words_before_the_script_make_a_configuration_of_nemo_rl_a_corrected_one(name: str) -> None:
     own = script("NEMO_RL_DIR", f"{NEMO}{name}.yaml")
     words = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py --config"
-    assert found("nemo-rl", Flags([*words.split(), str(own)])) == {"error": set(), "warning": set()}
+    assert not judged("nemo-rl", Flags([*words.split(), str(own)]))[0]

@@ -1,6 +1,7 @@
 """Recorded facts of two servers, trainers that suit them, and changes that make a defect of them."""
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -77,12 +78,7 @@ def good() -> Facts:
 
 
 def both(*changes: Change) -> Change:
-    def change(facts: Facts) -> Facts:
-        for one in changes:
-            facts = one(facts)
-        return facts
-
-    return change
+    return lambda facts: functools.reduce(lambda changed, change: change(changed), changes, facts)
 
 
 def served(**fields: Any) -> Change:
@@ -106,11 +102,8 @@ def trained(**fields: Any) -> Change:
 
 
 def rollout(**fields: Any) -> Change:
-    def change(facts: Facts) -> Facts:
-        job = facts.trainer.settings
-        return trained(job=replace(job, rollout=replace(job.rollout, **fields)))(facts)
-
-    return change
+    """Other settings of the job's section rollout."""
+    return lambda f: trained(job=replace(job := f.trainer.settings, rollout=replace(job.rollout, **fields)))(f)
 
 
 def sglang(**fields: Any) -> Change:
@@ -124,14 +117,16 @@ def answer(name: str, output_ids: list[int] | None = None, **meta: Any) -> Chang
         probe = facts.server.probes[name]
         fields = {k: v for k, v in {**probe.meta, **meta}.items() if v is not None}
         body = {"output_ids": output_ids or probe.body["output_ids"], "meta_info": fields}
-        return served(probes={**facts.server.probes, name: replace(probe, body=body)})(facts)
+        return with_probe(facts, name, body=body)
 
     return change
 
 
 def refused_probe(name: str) -> Change:
-    def change(facts: Facts) -> Facts:
-        refused = replace(facts.server.probes[name], body=None, refusal="it answered 400: top_k is too large")
-        return served(probes={**facts.server.probes, name: refused})(facts)
+    refused = {"body": None, "refusal": "it answered 400: top_k is too large"}
+    return lambda facts: with_probe(facts, name, **refused)
 
-    return change
+
+def with_probe(facts: Facts, name: str, **fields: Any) -> Facts:
+    probes = facts.server.probes
+    return served(probes={**probes, name: replace(probes[name], **fields)})(facts)

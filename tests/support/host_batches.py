@@ -55,6 +55,16 @@ def write_json_lines(path: Path, text: bytes = JSON_LINES) -> Path:
     return path
 
 
+OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
+
+
+def dump_at(name: str, folder: Path) -> Path:
+    """The committed dump of a host, or the same batch in one of our formats, written into the folder."""
+    if name not in OURS:
+        return HOST_DUMPS / name
+    return write_parquet(folder / name) if name.endswith(".parquet") else write_json_lines(folder / name)
+
+
 def column(name: str) -> np.ndarray:
     """A column of the truth: all tokens in a row, or one value per response."""
     values = [response[name] for response in TRUTH]

@@ -152,10 +152,7 @@ def padded_vocabulary(w: World, rows: int) -> Chunk:
 
 
 def shifted(w: World) -> Chunk:
-    chunk = honest(w)
-    log_mu = np.roll(chunk.log_mu, 1)
-    log_mu[chunk.cu_seqlens[:-1]] = -1.0
-    return replace(chunk, log_mu=log_mu)
+    return relogged(w, lambda log_mu: np.where(w.position == 0, -1.0, np.roll(log_mu, 1)))
 
 
 def zero_filled(w: World, share: float) -> Chunk:
@@ -165,12 +162,9 @@ def zero_filled(w: World, share: float) -> Chunk:
 
 def forced_end(w: World) -> Chunk:
     """The last token was forced, with 0.0 for its log-prob."""
-    chunk = honest(w)
-    log_pi, log_mu = chunk.log_pi.copy(), chunk.log_mu.copy()
-    last = chunk.cu_seqlens[1:] - 1
-    log_mu[last] = 0.0
-    log_pi[last] = log_softmax(w.logits)[last, 0]
-    return replace(chunk, log_pi=log_pi, log_mu=log_mu)
+    last = w.position == LENGTH - 1
+    chunk = relogged(w, lambda log_mu: np.where(last, 0.0, log_mu))
+    return replace(chunk, log_pi=np.where(last, log_softmax(w.logits)[:, 0], chunk.log_pi))
 
 
 def other_context(w: World) -> Chunk:

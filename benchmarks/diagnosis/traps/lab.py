@@ -9,7 +9,7 @@ import numpy as np
 
 from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import Draw, drawing
-from diagnosis.traps.language import END, TOPIC_IDS, TOPICS, Language
+from diagnosis.traps.language import END, Language
 from diagnosis.traps.models import Trained, Weights, build, trained
 from diagnosis.traps.scoring import dump_of, score, shifted_experts
 from megatron_rc.analyze.chunk import Chunk
@@ -53,11 +53,6 @@ class Lab:
     @functools.cached_property
     def healthy_dump(self) -> Chunk:
         return self.dump(self.healthy)
-
-    @property
-    def other_prompts(self) -> list[list[int]]:
-        """The prompts as another template writes them: they name another topic."""
-        return [[TOPIC_IDS + (prompt[0] - TOPIC_IDS + 5) % TOPICS, *prompt[1:]] for prompt in self.prompts]
 
     def sample(
         self,

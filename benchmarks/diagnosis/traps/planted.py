@@ -9,7 +9,7 @@ import numpy as np
 from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import late_by_one, misconverted, penalised, rounded
 from diagnosis.traps.lab import NEWEST, SERVERS, Lab
-from diagnosis.traps.language import END
+from diagnosis.traps.language import END, TOPIC_IDS, TOPICS
 from diagnosis.traps.models import VERSIONS, build
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import HiddenSampling, Sample
@@ -49,7 +49,9 @@ def with_weights(change: Callable[[dict], dict]) -> Callable[[Lab], Chunk]:
 
 
 def other_prompt(lab: Lab) -> Chunk:
-    samples = lab.sample(prompts=lab.other_prompts)
+    """Another template wrote the prompts: they name another topic."""
+    others = [[TOPIC_IDS + (prompt[0] - TOPIC_IDS + 5) % TOPICS, *prompt[1:]] for prompt in lab.prompts]
+    samples = lab.sample(prompts=others)
     own = [prompt for prompt in lab.prompts for _ in range(len(samples) // len(lab.prompts))]
     return lab.dump(samples, prompts=own)
 

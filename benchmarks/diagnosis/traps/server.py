@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import misconverted
@@ -52,7 +51,7 @@ TRAPS = {
 def dumps(lab: Lab) -> Iterator[tuple[str, Chunk]]:
     """Start a server, and yield the name and dump of each trap."""
     prompts = lab.prompts[:ASKED]
-    with Session(lab).running() as session:
+    with serving(lab) as session:
         healthy = session.sample(prompts)
         yield "server: healthy", lab.dump(healthy)
         # these requests name no temperature, so the server's own one counts
@@ -70,49 +69,51 @@ def dumps(lab: Lab) -> Iterator[tuple[str, Chunk]]:
         yield "server: stale prefix cache", session.stale_cache()
 
 
-class Session:
-    """One server and the checkpoints that it can be told to serve."""
+@contextmanager
+def serving(lab: Lab) -> "Iterator[Session]":
+    model, log = checkpoint(lab, str(VERSIONS - 1)), lab.folder / "server.log"
+    options = ["--background", "--log", str(log), "--stop-with", str(os.getpid()), *FLAGS]
+    command = ["bash", str(SERVE), str(model), *options]
+    said = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        with closing(Background()) as background:
+            yield Session(lab, Server(re.findall(r"serving at (\S+),", said.stdout)[-1], background))
+    finally:
+        subprocess.run(["bash", str(SERVE), "stop", "--log", str(log)], check=True)
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
 
-    @contextmanager
-    def running(self) -> "Iterator[Session]":
-        model, log = self._checkpoint(str(VERSIONS - 1)), self.lab.folder / "server.log"
-        options = ["--background", "--log", str(log), "--stop-with", str(os.getpid()), *FLAGS]
-        command = ["bash", str(SERVE), str(model), *options]
-        said = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
-        try:
-            with closing(Background()) as background:
-                self._server = Server(re.findall(r"serving at (\S+),", said.stdout)[-1], background)
-                yield self
-        finally:
-            subprocess.run(["bash", str(SERVE), "stop", "--log", str(log)], check=True)
+def checkpoint(lab: Lab, name: str) -> Path:
+    """The folder of a version, or of the newest one wrongly converted."""
+    path = lab.folder / "checkpoints" / name
+    if not (path / "config.json").exists():
+        versions: list[Weights] = lab.dense.versions
+        weights = misconverted(versions[NEWEST]) if name == "wrong" else versions[int(name)]
+        build(lab.dense.config, weights).save_pretrained(path)
+    return path
+
+
+class Session(NamedTuple):
+    """One server and the lab whose checkpoints it can be told to serve."""
+
+    lab: Lab
+    server: Server
 
     def serve(self, name: str, *, flush: bool = True) -> None:
         """Serve other weights; without ``flush`` the prefix cache survives, which is the fault of its trap."""
-        body = {"model_path": str(self._checkpoint(name)), "flush_cache": flush, "weight_version": name}
-        self._server.post("/update_weights_from_disk", body, TIMEOUT)
+        body = {"model_path": str(checkpoint(self.lab, name)), "flush_cache": flush, "weight_version": name}
+        self.server.post("/update_weights_from_disk", body, TIMEOUT)
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int = 2, **sampling: Any) -> list[Sample]:
         """``n`` responses per prompt, with the log-probs that the server logs; None leaves a parameter to it."""
-        return [_sample(*pair) for pair in self._answers(_repeated(prompts, n), **sampling)]
+        return [sample for sample, _ in self._answers(prompts, n, **sampling)]
 
     def truncated(self, prompts: Sequence[Sequence[int]], top_p: float) -> tuple[list[Sample], list[Sample]]:
         """Responses under top-p with full log-probs, and the same with the renormalised ones."""
-        pairs = self._answers(
-            _repeated(prompts, 2),
-            top_p=top_p,
-            # kept ids come back only under a finite top-k: this one keeps all
-            top_k=VOCABULARY,
-            extra={"return_sampling_mask": True, "sampling_logprobs_mode": "selected"},
-        )
-        full = [_sample(*pair) for pair in pairs]
-        renormalised = [
-            Sample(s.prompt_ids, s.output_ids, answer["meta_info"]["output_token_sampling_logprobs"], s.finish_reason)
-            for s, (_, answer) in zip(full, pairs, strict=True)
-        ]
-        return full, renormalised
+        extra = {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        # kept ids come back only under a finite top-k: this one keeps all
+        answers = self._answers(prompts, 2, extra, top_p=top_p, top_k=VOCABULARY)
+        renormalised = [replace(s, logprobs=meta["output_token_sampling_logprobs"]) for s, meta in answers]
+        return [sample for sample, _ in answers], renormalised
 
     def retracted(self) -> Chunk:
         """Responses that the server put back into its queue and computed again."""
@@ -120,19 +121,19 @@ class Session:
 
         def retract() -> None:
             while not stop.wait(1.0):
-                self._server.post("/pause_generation", {"mode": "retract"}, TIMEOUT)
+                self.server.post("/pause_generation", {"mode": "retract"}, TIMEOUT)
                 time.sleep(0.2)
-                self._server.post("/continue_generation", {}, TIMEOUT)
+                self.server.post("/continue_generation", {}, TIMEOUT)
 
         thread = threading.Thread(target=retract)
         thread.start()
         try:
-            pairs = self._answers(_repeated(self.lab.prompts[:ASKED], 2))
+            answers = self._answers(self.lab.prompts[:ASKED], 2)
         finally:
             stop.set()
             thread.join()
-        counts = np.array([answer["meta_info"].get("num_retractions", 0) for _, answer in pairs])
-        return with_columns(self.lab.dump([_sample(*pair) for pair in pairs]), retractions=counts)
+        counts = [meta.get("num_retractions", 0) for _, meta in answers]
+        return with_columns(self.lab.dump([sample for sample, _ in answers]), retractions=counts)
 
     def stale_cache(self) -> Chunk:
         """Weights change while the prefix cache keeps the prompts of the first ones; half of the prompts are new."""
@@ -143,38 +144,24 @@ class Session:
         for version in range(VERSIONS):
             self.serve(str(version), flush=False)
             new = prompts[22 * (version + 1) :][:22]
-            pairs = self._answers([*kept, *new])
-            samples = [_sample(*pair) for pair in pairs]
+            answers = self._answers([*kept, *new], 1)
             model = build(self.lab.dense.config, self.lab.dense.versions[version])
-            cached = [answer["meta_info"]["cached_tokens"] for _, answer in pairs]
-            dump = self.lab.dump(samples, model=model)
-            parts.append(with_columns(dump, cached_tokens=cached, syncs=[version] * len(samples)))
+            dump = self.lab.dump([sample for sample, _ in answers], model=model)
+            cached = [meta["cached_tokens"] for _, meta in answers]
+            parts.append(with_columns(dump, cached_tokens=cached, syncs=[version] * len(answers)))
         return join(parts)
 
     def _answers(
-        self, prompts: Sequence[Sequence[int]], extra: dict[str, Any] | None = None, **sampling: Any
-    ) -> list[tuple[list[int], dict[str, Any]]]:
+        self, prompts: Sequence[Sequence[int]], n: int, extra: dict[str, Any] | None = None, **sampling: Any
+    ) -> list[tuple[Sample, dict[str, Any]]]:
+        """``n`` responses per prompt, each with what the server says of it."""
         parameters = {"max_new_tokens": LENGTH, "temperature": 1.0, "stop_token_ids": [END], **sampling}
         parameters = {name: value for name, value in parameters.items() if value is not None}
-        body = {"input_ids": list(prompts), "sampling_params": parameters, "return_logprob": True, **(extra or {})}
-        answers = self._server.post("/generate", body, TIMEOUT)
-        return [(list(prompt), answer) for prompt, answer in zip(prompts, answers, strict=True)]
-
-    def _checkpoint(self, name: str) -> Path:
-        """The folder of a version, or of the newest one wrongly converted."""
-        path = self.lab.folder / "checkpoints" / name
-        if not (path / "config.json").exists():
-            versions: list[Weights] = self.lab.dense.versions
-            weights = misconverted(versions[NEWEST]) if name == "wrong" else versions[int(name)]
-            build(self.lab.dense.config, weights).save_pretrained(path)
-        return path
-
-
-def _repeated(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    return [list(prompt) for prompt in prompts for _ in range(n)]
-
-
-def _sample(prompt: list[int], answer: dict[str, Any]) -> Sample:
-    meta = answer["meta_info"]
-    logged = [entry[0] for entry in meta["output_token_logprobs"]]
-    return Sample(prompt, answer["output_ids"], logged, meta["finish_reason"]["type"])
+        ids = [list(prompt) for prompt in prompts for _ in range(n)]
+        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, **(extra or {})}
+        found = []
+        for prompt, answer in zip(ids, self.server.post("/generate", body, TIMEOUT), strict=True):
+            meta = answer["meta_info"]
+            logged = [entry[0] for entry in meta["output_token_logprobs"]]
+            found.append((Sample(prompt, answer["output_ids"], logged, meta["finish_reason"]["type"]), meta))
+        return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, write_json_lines, write_parquet
+from host_batches import HOST_DUMPS, JSON_LINES, OURS, dump_at, write_json_lines, write_parquet
 
 from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.readers import open_dump
@@ -19,23 +19,15 @@ FILES = {
     "prime_rl": "token_exports/step_3/rank_0.jsonl",
     "prime_rl_traces": "traces/stream/00000.jsonl",
     "verl": "000000.pt",
-    "batch.parquet": "batch.parquet",
-    "batch.jsonl": "batch.jsonl",
-    "batch.jsonl.gz": "batch.jsonl.gz",
-    "batch.jsonl.zst": "batch.jsonl.zst",
 }
-"""The file of each dump that is damaged."""
+"""The file of each host's dump that is damaged."""
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=[*FILES, *OURS])
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    folder = tmp_path / request.param
-    if request.param in HOSTS:
-        shutil.copytree(HOST_DUMPS / request.param, folder)
-        return folder / FILES[request.param]
-    folder.mkdir()
-    path = folder / FILES[request.param]
-    return write_parquet(path) if path.suffix == ".parquet" else write_json_lines(path)
+    if request.param in OURS:
+        return dump_at(request.param, tmp_path)
+    return shutil.copytree(HOST_DUMPS / request.param, tmp_path / request.param) / FILES[request.param]
 
 
 def outcome(path: Path) -> str:

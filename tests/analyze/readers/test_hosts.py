@@ -4,17 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_batches import HOST_DUMPS, HOSTS, TRUTH, column, whole, write_json_lines, write_parquet
+from host_batches import HOST_DUMPS, HOSTS, OURS, TRUTH, column, dump_at, whole
 
 from megatron_rc.analyze.chunk import Chunk
-
-OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
-
-
-def dump_at(name: str, folder: Path) -> Path:
-    if name not in OURS:
-        return HOST_DUMPS / name
-    return write_parquet(folder / name) if name.endswith(".parquet") else write_json_lines(folder / name)
 
 
 @pytest.fixture(params=[*HOSTS, *OURS])

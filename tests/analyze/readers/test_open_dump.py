@@ -170,41 +170,37 @@ def test_a_long_line_is_refused_before_it_is_in_memory(suffix: str, tmp_path: Pa
     assert max(peaks) < 3 << 20
 
 
-def changed_lines(source: str, path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> Path:
-    """The lines of a host with a change, and the folder in which they are."""
+def changed_lines(source: str, path: Path, edit: Callable[[dict[str, Any]], Any], rows: slice = slice(None)) -> Path:
+    """The lines of a host with a change of some, and the folder in which they are."""
     records = [json.loads(text) for text in (HOST_DUMPS / source).read_text().splitlines()]
-    edit(records)
+    for record in records[rows]:
+        edit(record)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path.parent
 
 
 def test_a_rewards_list_that_dynamic_sampling_filtered_belongs_to_the_rows(tmp_path: Path):
-    def filter_rewards(records: list[dict[str, Any]]) -> None:
-        for record in records:
-            record["filtered_rewards"] = [9.0]
-
-    (chunk,) = open_dump(changed_lines(NEMO_RL, tmp_path / "train_data_step12.jsonl", filter_rewards)).chunks()
+    path = changed_lines(NEMO_RL, tmp_path / "train_data_step12.jsonl", lambda row: row.update(filtered_rewards=[9.0]))
+    (chunk,) = open_dump(path).chunks()
     assert set(chunk.sequences["reward"]) == {9.0} and set(chunk.sequences["step"]) == {12}
 
 
 def test_a_sample_that_nemo_rl_masks_out_has_no_loss_token(tmp_path: Path):
-    path = changed_lines(NEMO_RL, tmp_path / "x.jsonl", lambda records: records[1].update(sample_loss_mask=[0.0]))
+    path = changed_lines(NEMO_RL, tmp_path / "x.jsonl", lambda row: row.update(sample_loss_mask=[0.0]), slice(1, 2))
     assert diagnose_dump(path).evidence.sequences == 5
 
 
 def test_nulls_in_place_of_log_probs_that_are_not_finite_are_damage(tmp_path: Path):
-    def damage(records: list[dict[str, Any]]) -> None:
-        records[0]["trainer_logprobs"][records[0]["loss_mask"].index(True)] = None
+    def damage(row: dict[str, Any]) -> None:
+        row["trainer_logprobs"][row["loss_mask"].index(True)] = None
 
-    assert diagnose_dump(changed_lines(PRIME_RL, tmp_path / "x.jsonl", damage)).evidence.damaged == {"nan": 1}
+    path = changed_lines(PRIME_RL, tmp_path / "x.jsonl", damage, slice(1))
+    assert diagnose_dump(path).evidence.damaged == {"nan": 1}
 
 
 def test_prime_rl_without_ids_and_weights_trains_every_token_of_the_mask(tmp_path: Path):
-    def drop(records: list[dict[str, Any]]) -> None:
-        for record in records:
-            del record["token_ids"], record["rl_weights"]
-
-    (chunk,) = open_dump(changed_lines(PRIME_RL, tmp_path / "x.jsonl", drop)).chunks()
+    path = changed_lines(PRIME_RL, tmp_path / "x.jsonl", lambda row: (row.pop("token_ids"), row.pop("rl_weights")))
+    (chunk,) = open_dump(path).chunks()
     assert chunk.lengths.tolist() == [9, 11, 10] and "token_id" not in chunk.tokens
 
 

@@ -119,10 +119,7 @@ def test_without_the_entropy_of_the_host_the_first_line_of_the_report_says_what_
 
 
 def test_values_of_numpy_are_skipped_because_routes_are_of_it(copy: Path):
-    def edit(samples: list[dict[str, Any]]) -> None:
-        for sample in samples:
-            sample["rollout_routed_experts"] = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
-            sample["metadata"] = {"score": np.float64(1)}
-
-    change(copy, edit)
+    routes = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    of_numpy = {"rollout_routed_experts": routes, "metadata": {"score": np.float64(1)}}
+    change(copy, lambda samples: [sample.update(of_numpy) for sample in samples])
     assert whole(copy).sequences.keys() >= JOINED

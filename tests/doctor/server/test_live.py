@@ -15,12 +15,10 @@ from faulty_sglang import FaultySglang
 from refusals import run
 from sglang_server import SglangServer, save_checkpoint, sglang_server, shared_server
 from sglang_server import moe_server as moe_server
-from typer.testing import CliRunner
 
 from megatron_rc import schema
-from megatron_rc.cli import app
 from megatron_rc.doctor.server import scores
-from megatron_rc.doctor.server.examine import SGLANG, examine_servers
+from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts, TrainerFacts
 from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.syncs import SYNCS, Course, examine_syncs
@@ -138,26 +136,16 @@ def test_a_server_that_cannot_be_probed_gets_no_weights() -> None:
     assert (found.check, found.status, found.decided) == ("same-weights", "note", False) and "paused" in found.found
 
 
-def test_syncs_need_the_probes_and_all_of_them_a_server() -> None:
-    with pytest.raises(ValueError, match="--syncs is a part of --probe"):
-        examine_servers(["http://127.0.0.1:1"], None, None, 1, syncs=2)
-    with pytest.raises(ValueError, match="give the servers to look at with --sglang URL"):
-        examine_servers([], None, None, 1)
-
-
 @pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.full)])
 def test_syncs_of_the_same_weights_change_nothing_on_a_real_server(
     transport: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scores, "RESPONSE_TOKENS", 16)
     with shared_server("dense", tmp_path_factory) as server:
-        job = tmp_path / "job.yaml"
-        job.write_text(
-            f"model: {{hf_path: {server.model}}}\n"
-            f"rollout: {{engine: sglang, sglang: {{urls: [{server.url}], weight_sync: {transport}}}}}\n"
-        )
+        sglang = {"urls": [server.url], "weight_sync": transport}
+        config = job(tmp_path, server.url, {"hf_path": server.model}, sglang=sglang)
         before = server.call("/weights_checker", {"action": "checksum"})[1], server.call("/model_info")[1]
-        said = CliRunner().invoke(app, ["doctor", "--config", str(job), "--probe", "--syncs", "2", "--json"])
+        said = run("doctor", "--config", config, "--probe", "--syncs", 2, "--json")
         after = server.call("/weights_checker", {"action": "checksum"})[1], server.call("/model_info")[1]
     (findings,) = json.loads(said.stdout).values()
     found = next(f for f in findings if f["check"] == "same-weights")

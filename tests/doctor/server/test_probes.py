@@ -1,7 +1,7 @@
 """The probes: which side they name when decoding, prefill or trainer is wrong, and that a real server is fine."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,8 @@ from faulty_answers import VOCABULARY, logprob_of
 from faulty_sglang import PROBE, FaultySglang
 from refusals import run
 from sglang_server import SglangServer, save_checkpoint, shared_server
-from typer.testing import CliRunner
 
 from megatron_rc.analyze.known import LEAST_FLOOR, read_floor
-from megatron_rc.cli import app
 from megatron_rc.doctor.registry import Finding, Undecided
 from megatron_rc.doctor.server import examine
 from megatron_rc.doctor.server import scores as scoring
@@ -94,14 +92,8 @@ def scores(**other: Logprobs) -> Scores:
     return Scores(**fields, sequences=16, asked_temperature=0.7, warm_trainer={0.7: at, 1.0: at * 0.7})
 
 
-def test_what_the_batch_of_the_server_or_of_the_trainer_alone_shifts_is_no_fault_of_the_trainer() -> None:
-    at, noise = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
-    assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "warning"
-    shifted = scores(trainer=at + noise, together=at + noise[::-1] / 2)
-    assert PROBES["triangle"].run(shifted).status == "good"
-    assert PROBES["self-shift"].run(shifted).status == "good"
-    shifted = scores(trainer=at + noise, trainer_together=at + noise + noise[::-1] / 2)
-    assert PROBES["triangle"].run(shifted).status == "good"
+AT, NOISE = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
+GAP = AT + NOISE
 
 
 @pytest.mark.parametrize(
@@ -116,8 +108,8 @@ def test_what_the_batch_of_the_server_or_of_the_trainer_alone_shifts_is_no_fault
 def test_the_gaps_of_a_healthy_server_in_16_bits_are_no_fault_and_larger_ones_are(
     noise: dict[str, float], status: str, sentence: str
 ) -> None:
-    at, random = scores().decode, np.random.default_rng(7)
-    moved = {name: at + random.normal(0, size, at.size) for name, size in noise.items()}
+    random = np.random.default_rng(7)
+    moved = {name: AT + random.normal(0, size, AT.size) for name, size in noise.items()}
     moved["together"] = moved["alone"]
     served = recorded("good_moe")
     in_bf16 = {**served.server_info, "dtype": "bfloat16", "kv_cache_dtype": "auto"}
@@ -129,13 +121,24 @@ def test_the_gaps_of_a_healthy_server_in_16_bits_are_no_fault_and_larger_ones_ar
         assert PROBES["triangle"].run(scores(**moved)).status == "warning", "in fp32 they would be one"
 
 
-def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
-    at = scores().decode
-    noise = np.random.default_rng(4).normal(0, 0.01, 1024)
-    assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "note"
-    # a server that rounds as coarsely itself
-    assert PROBES["triangle"].run(scores(trainer=at + noise, decode=at - noise)).status == "good"
-    assert PROBES["triangle"].run(scores(trainer=at + noise / 1000)).status == "good"
+@pytest.mark.parametrize(
+    ("status", "given"),
+    [
+        ("warning", {"trainer": GAP}),
+        # the batch of the server or of the trainer alone shifts as much
+        ("good", {"trainer": GAP, "together": AT + NOISE[::-1] / 2}),
+        ("good", {"trainer": GAP, "trainer_together": GAP + NOISE[::-1] / 2}),
+        ("note", {"trainer": AT + NOISE / 6}),
+        # a server that rounds as coarsely itself
+        ("good", {"trainer": AT + NOISE / 6, "decode": AT - NOISE / 6}),
+        ("good", {"trainer": AT + NOISE / 6000}),
+        ("error", {"trainer": np.full(1024, np.nan)}),
+    ],
+)
+def test_a_gap_counts_where_neither_a_batch_nor_rounding_explains_it(status: str, given: dict[str, Logprobs]) -> None:
+    triangle = PROBES["triangle"].run(scores(**given))
+    assert triangle.status == status and PROBES["self-shift"].run(scores(**given)).status == "good"
+    assert status != "error" or "1024 of 1024" in triangle.found
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
@@ -194,11 +197,6 @@ def test_a_command_writes_the_floor_and_none_where_a_server_has_a_fault(
     assert ended.status == 2 and "has no floor" in ended.stderr and json.loads(ended.stdout) and not other.exists()
 
 
-def test_a_trainer_that_computes_nan_is_the_guilty_side() -> None:
-    found = PROBES["triangle"].run(scores(trainer=np.full(1024, np.nan)))
-    assert found.status == "error" and "1024 of 1024" in found.found
-
-
 def test_a_server_that_ignores_the_temperature_is_found_by_the_sweep_which_says_nothing_of_other_gaps() -> None:
     found = PROBES["temperature-sweep"].run(scores(warm=scores().decode * 0.7))
     assert found.status == "error" and "temperature 0.7" in found.found and "about 1 " in found.found
@@ -232,6 +230,11 @@ def test_a_server_that_cannot_be_probed_is_named(fake: FaultySglang, changes: di
     assert not found.decided and why in found.found and not fake.asked
 
 
+def update(server: FaultySglang) -> Callable[[int, object], None]:
+    """A fault that changes the weights at every request."""
+    return lambda number, body: setattr(server, "version", str(number))
+
+
 @pytest.mark.parametrize(
     ("path", "what", "why"),
     [
@@ -239,21 +242,13 @@ def test_a_server_that_cannot_be_probed_is_named(fake: FaultySglang, changes: di
         ("/generate", 400, "answered 400"),
         (PROBE, "positive_probe", "positive_logprob"),
         (PROBE, "list", "bad_answer"),
+        (PROBE, update, "weights of the server changed"),
     ],
 )
-def test_an_incomparable_answer_is_no_verdict(fake: FaultySglang, path: str, what: int | str, why: str) -> None:
-    fake.fail(path, what)
+def test_an_incomparable_answer_is_no_verdict(fake: FaultySglang, path: str, what: Any, why: str) -> None:
+    fake.fail(path, what(fake) if callable(what) else what)
     (found,) = probed(fake).values()
     assert (found.status, found.decided) == ("note", False) and why in found.found
-
-
-def test_weights_that_change_meanwhile_are_no_verdict(fake: FaultySglang) -> None:
-    def update(number: int, body: object) -> None:
-        fake.version = str(number)
-
-    fake.fail(PROBE, update)
-    (found,) = probed(fake).values()
-    assert "weights of the server changed" in found.found and not found.decided
 
 
 def test_a_server_that_is_gone_is_one_sentence(fake: FaultySglang) -> None:
@@ -271,9 +266,17 @@ def test_a_connection_lost_once_is_tried_again_and_lost_twice_is_one_sentence(fa
         probed(fake)
 
 
-def test_probes_without_a_trainers_checkpoint_are_refused(fake: FaultySglang) -> None:
-    with pytest.raises(ValueError, match="--probe needs the trainer's checkpoint"):
-        examine_servers([fake.url], None, None, 30, probe=True)
+@pytest.mark.parametrize(
+    ("urls", "options", "sentence"),
+    [
+        (["http://127.0.0.1:1"], {"probe": True}, "--probe needs the trainer's checkpoint"),
+        (["http://127.0.0.1:1"], {"syncs": 2}, "--syncs is a part of --probe"),
+        ([], {}, "give the servers to look at with --sglang URL"),
+    ],
+)
+def test_probes_need_a_server_and_a_checkpoint(urls: list[str], options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        examine_servers(urls, None, None, 1, **options)
 
 
 @pytest.fixture
@@ -297,26 +300,22 @@ def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_o
     dense_server: SglangServer, tmp_path: Path
 ) -> None:
     command = ["doctor", "--sglang", dense_server.url, "--probe", "--json", "--floor", f"{tmp_path}/a", "--hf-path"]
-    said = CliRunner().invoke(app, [*command, dense_server.model])
+    said = run(*command, dense_server.model)
     (findings,) = json.loads(said.stdout).values()
     found = {f["check"]: f for f in findings if f["check"] in {check.name for check in PROBES}}
     assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 4, found
     assert 0 <= read_floor(tmp_path / "a") < LEAST_FLOOR, "both sides compute in fp32"
-    said = CliRunner().invoke(app, [*command, str(perturbed(dense_server.model, tmp_path))])
-    assert said.exit_code == ExitStatus.WRONG
+    said = run(*command, perturbed(dense_server.model, tmp_path))
+    assert said.status == ExitStatus.WRONG
     (findings,) = json.loads(said.stdout).values()
     verdict = next(f for f in findings if f["check"] == "triangle")
     assert verdict["status"] == "error" and "agrees with itself and not with the trainer" in verdict["found"], verdict
 
 
-@pytest.fixture
-def short_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes that take a quarter of the time."""
+def test_a_stale_prefix_cache_of_a_real_server_is_seen_in_decoding(
+    dense_server: SglangServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scoring, "RESPONSE_TOKENS", RESPONSE_TOKENS // 4)
-
-
-@pytest.mark.usefixtures("short_responses")
-def test_a_stale_prefix_cache_of_a_real_server_is_seen_in_decoding(dense_server: SglangServer, tmp_path: Path) -> None:
     other = save_checkpoint(tmp_path / "other", "dense", seed=1)
     model = TrainerModel(str(other), "fp32")
     # puts the prompts of the probes into the cache, computed with the weights that are about to be replaced

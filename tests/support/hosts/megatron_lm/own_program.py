@@ -48,14 +48,6 @@ class Run(NamedTuple):
     output: str
 
 
-def interpreter() -> str:
-    """The Python of the host's environment; skips the test where a tree or an interpreter is missing."""
-    python = os.environ.get("MEGATRON_LM_PYTHON", sys.executable if sys.version_info >= (3, 12) else "")
-    if not (sources.named() and python):
-        pytest.skip(HOW)
-    return python
-
-
 def environment_of(*trees: Path) -> dict[str, str]:
     """Variables of a process on CPU that imports these source trees, the stand-ins and this package."""
     path = os.pathsep.join(map(str, (ON_CPU, *trees, REPOSITORY)))
@@ -71,8 +63,13 @@ def alone(*trees: Path, port: int) -> dict[str, str]:
 
 
 def run(folder: Path, patch: list[str]) -> Run:
-    """Three steps of train_rl.py in bf16, with these options of `python -m megatron_rc patch`."""
-    python, tree = interpreter(), sources.tree().resolve()
+    """Three steps of train_rl.py in bf16, patched with these options; skips where a tree or its Python is missing."""
+    python = os.environ.get("MEGATRON_LM_PYTHON", sys.executable if sys.version_info >= (3, 12) else "")
+    if not (sources.named() and python):
+        pytest.skip(HOW)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tree = sources.tree().resolve()
     (folder / "environments.yaml").write_text(ENVIRONMENT)
     environment = alone(tree, port=29871) | {"LANGRL_LOG_DIR": str(folder)}
     tokens = str(folder / "tokenizer")
@@ -85,12 +82,6 @@ def run(folder: Path, patch: list[str]) -> Run:
         done = subprocess.run(command, env=environment, cwd=folder, stdout=output, stderr=output, timeout=600)
     text = (folder / "output").read_text()
     assert done.returncode == 0, text[-4000:]
-    return Run(_scalars(folder / "tensorboard"), text)
-
-
-def _scalars(folder: Path) -> dict[str, list[float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return Run({name: [e.value for e in events.Scalars(name)] for name in events.Tags()["scalars"]}, text)

@@ -91,20 +91,12 @@ def step(host: SimpleNamespace, cut: Cut, settings: PatchSettings) -> dict[str, 
         count = len(bins) if bins else sum(map(len, mine)) // cut.rows
         num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR.num_micro_batches = count
         logs = host.training.train_step(host.train_rl.forward_step, iterator, model, None, None, count, None)
-    assert model.table.grad is not None
     dist.all_reduce(model.table.grad)
     pairs = {name: sum(log[name] for log in logs) for name in logs[0]}
     for pair in pairs.values():
         dist.all_reduce(pair)
-    return {
-        "gradient": model.table.grad / world,
-        "log": {name: float(pair[0] / pair[1]) for name, pair in pairs.items()},
-    }
-
-
-def steps(cuts: list[Cut], settings: PatchSettings) -> list[dict[str, Any]]:
-    with sources.imported(sources.STUB) as host:
-        return [step(host, cut, settings) for cut in cuts]
+    log = {name: float(pair[0] / pair[1]) for name, pair in pairs.items()}
+    return {"gradient": model.table.grad / world, "log": log}
 
 
 def weights_by_epoch(
@@ -129,9 +121,8 @@ def weights_by_epoch(
                 weights, info = torch.zeros(4, WIDTH - 1), packing.packing_info
                 for row, members in enumerate(info.bin_seq_indices):
                     for start, number in zip(info.seq_starts[row], members, strict=False):
-                        length = len([one for group in rollouts() for one in group][number].trajectory[0])
-                        of_bin = packing.packed_inference_logprobs[row, start : start + length - 1]
-                        weights[number, : length - 1] = of_bin
+                        last = info.seq_lengths[number] - 1
+                        weights[number, :last] = packing.packed_inference_logprobs[row, start : start + last]
             log = dict(patching.INSTALLED["megatron-lm"].session.rollout_log)
             found.append({"weights": weights, "log": log, "warnings": [each.getMessage() for each in warnings]})
     return found
@@ -170,7 +161,6 @@ def run(
 ) -> dict[str, Any]:
     """Everything that this number of ranks is asked for."""
     enter(dist.get_world_size())
-    return {
-        "steps": steps(cuts, settings),
-        "logprobs": {t: [logprobs(folder, t) for folder in folders] for t in temperatures},
-    }
+    with sources.imported(sources.STUB) as host:
+        steps = [step(host, cut, settings) for cut in cuts]
+    return {"steps": steps, "logprobs": {t: [logprobs(folder, t) for folder in folders] for t in temperatures}}

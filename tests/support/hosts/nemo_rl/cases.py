@@ -11,6 +11,9 @@ KL = 0.1
 LOWERED = 2.0
 """nats; log-probs are below those of the recorded batch by this, so that none is above 0."""
 _TIS = {"weight": {"level": "token", "mode": "truncate", "upper": 1.5}}
+_GATE = {"statistic": "ratio", "level": "sequence", "reduce": "mean", "lower": 0.9, "upper": 1.1}
+# theirs does not bound the weight
+_GATED = {"weight": _TIS["weight"] | {"upper": 1e6}, "reject": [_GATE]}
 
 
 def _theirs(kind: str, upper: float, lower: float | None = None) -> dict[str, Any]:
@@ -32,17 +35,8 @@ class Case(NamedTuple):
 
 CASES = {
     "tis": Case(_THEIR_TIS, _TIS),
-    "icepop": Case(
-        _theirs("icepop", 1.5, 0.7), {"weight": {"level": "token", "mode": "mask", "lower": 0.7, "upper": 1.5}}
-    ),
-    "seq-mask-tis": Case(
-        _theirs("seq-mask-tis", 1.1, 0.9),
-        {
-            # theirs has no bound
-            "weight": {"level": "token", "mode": "truncate", "upper": 1e6},
-            "reject": [{"statistic": "ratio", "level": "sequence", "reduce": "mean", "lower": 0.9, "upper": 1.1}],
-        },
-    ),
+    "icepop": Case(_theirs("icepop", 1.5, 0.7), {"weight": _TIS["weight"] | {"mode": "mask", "lower": 0.7}}),
+    "seq-mask-tis": Case(_theirs("seq-mask-tis", 1.1, 0.9), _GATED),
     "sequence-level loss, tis": Case(_THEIR_TIS, _TIS, {"token_level_loss": False}),
     "cispo, tis": Case(_THEIR_TIS, _TIS, {"use_cispo": True}),
     "dual clip, tis": Case(_THEIR_TIS, _TIS, {"ratio_clip_c": 1.05}),
@@ -116,5 +110,4 @@ def plain_loss(name: str, data: dict[str, Tensor], current: Tensor) -> tuple[flo
     # the samples come from the policy, so the KL term has the gradient of their probability, too
     loss = mean(losses) + KL * mean((x - x.detach()).exp() * (gap.exp() - 1 - gap))
     loss.backward()
-    assert x.grad is not None
     return loss.item(), x.grad

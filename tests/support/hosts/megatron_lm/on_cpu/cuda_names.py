@@ -17,39 +17,26 @@ WANTS_A_NUMBER = "utils/accelerator/torch_accelerator.py"
 """The file of slime that makes an integer of the current device, for which Megatron takes a torch.device as well."""
 
 
-class Stream:
-    """Work is done when it has been given."""
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-
-class Event:
-    """A moment on the clock of the host."""
+class Moment:
+    """A stream, whose work is done when it has been given, and an event: a moment on the clock of the host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at = 0.0
 
-    def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
+    def wait(self, other: Any = None) -> None: ...
 
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_stream = wait_event = synchronize = wait
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: "Event") -> float:
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Moment()
+
+    def elapsed_time(self, end: "Moment") -> float:
         return (end.at - self.at) * 1000
 
 
@@ -79,8 +66,8 @@ def install() -> None:
     cuda.is_available = cuda.device_count = lambda: _asked_by(WANT_CUDA)
     of_megatron = cuda.current_device
     cuda.current_device = lambda: 0 if _asked_by(WANTS_A_NUMBER) else of_megatron()
-    cuda.Stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
-    cuda.Event = Event
+    cuda.Stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Moment()
+    cuda.Event = Moment
     cuda.stream = lambda stream: nullcontext()
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         major=9, minor=0, total_memory=1 << 34, multi_processor_count=1, name="CPU"

@@ -8,20 +8,19 @@ from torch import Tensor
 __version__ = "2.7.4"
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[T, H, D] of query [T, H, D], whose last row is at the last of keys and values [S, G, D]."""
+def _attend(query: Tensor, caches: tuple[Tensor, Tensor], table: Tensor, length: int, scale: float) -> Tensor:
+    """[T, H, D] of query [T, H, D], whose last row is at the last of keys and values.
+
+    Those are the first ``length`` rows of the pages [P, page, G, D] that a row of the table names.
+    """
+    pages = table[: -(-length // caches[0].shape[1])].long()
+    keys, values = (cache[pages].flatten(0, 1)[:length] for cache in caches)
     per_group = query.shape[1] // keys.shape[1]
     keys, values = (rows.float().repeat_interleave(per_group, dim=1) for rows in (keys, values))
     scores = torch.einsum("thd,shd->hts", query.float(), keys) * scale
     last = torch.arange(len(query)) + len(keys) - len(query)
     hidden = torch.arange(len(keys))[None, :] > last[:, None]
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).to(query.dtype)
-
-
-def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first ``length`` rows of the pages [P, page, G, D] that a row of the table names."""
-    pages = -(-length // cache.shape[1])
-    return cache[table[:pages].long()].flatten(0, 1)[:length]
 
 
 def flash_attn_varlen_func(
@@ -34,8 +33,7 @@ def flash_attn_varlen_func(
     starts, lengths = cu_seqlens_q.tolist(), cu_seqlens_k.diff().tolist()
     for row, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         if end > start:
-            keys, values = (_pages(cache, block_table[row], length) for cache in (k, v))
-            out[start:end] = _attend(q[start:end], keys, values, softmax_scale)
+            out[start:end] = _attend(q[start:end], (k, v), block_table[row], length, softmax_scale)
     return out
 
 
@@ -48,6 +46,5 @@ def flash_attn_with_kvcache(
     out = torch.zeros_like(q)
     for row, length in enumerate(cache_seqlens.tolist()):
         if length:
-            keys, values = (_pages(cache, block_table[row], length) for cache in (k_cache, v_cache))
-            out[row] = _attend(q[row], keys, values, softmax_scale)
+            out[row] = _attend(q[row], (k_cache, v_cache), block_table[row], length, softmax_scale)
     return out

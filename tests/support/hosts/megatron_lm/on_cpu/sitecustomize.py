@@ -15,11 +15,14 @@ from typing import Any
 SERVICES = {"wandb", "httpx", "openai", "fastapi", "uvicorn"}
 
 
+def _nothing(owner: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Nothing
+
+
 class _Anything(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing
+    __getattr__ = _nothing
 
 
 class _Nothing(metaclass=_Anything):
@@ -27,10 +30,7 @@ class _Nothing(metaclass=_Anything):
 
 
 class _Package(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing
+    __getattr__ = _nothing
 
 
 class _Services(importlib.abc.MetaPathFinder, importlib.abc.Loader):
