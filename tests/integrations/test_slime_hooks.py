@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts.slime.host import MILES, PATH, arguments, clipped, micro_batch, rollout
+from hosts.slime.host import MILES, PATH, arguments, clipped, given_to_tis, micro_batch, rollout
 from hosts.slime.single import alone, loss_of
 from hosts.slime.single import in_one_process as in_one_process
 
@@ -120,8 +120,7 @@ def test_tis_only_reports_under_get_mismatch_metrics_or_where_the_advantages_are
 def test_correction_none_returns_the_very_bits_of_slimes_loss(host: str) -> None:
     whole, padded = rollout(5), 13 if host == "miles" else None
     batch = micro_batch(whole, padded=padded)
-    names = ["loss_masks", "total_lengths", "response_lengths", "rollout_log_probs"] + ["max_seq_lens"] * bool(padded)
-    given = {"train_log_probs": batch["log_probs"], **{name: batch[name] for name in names}}
+    given = given_to_tis(batch) | ({"max_seq_lens": batch["max_seq_lens"]} if padded else {})
     pg_loss = torch.randn(sum(whole.responses), generator=torch.Generator().manual_seed(0)).requires_grad_()
     layout = {**MILES, "qkv_format": "bshd"} if padded else {}
     args = arguments(use_tis=True, megatron_rc={"correction": "none"}, **layout)
@@ -178,10 +177,7 @@ def test_one_correction_is_the_same_through_tis_loss_and_rollout_data(world: Non
     # the policy-gradient loss of every token, as the host has it before the hook
     ratio = (whole.current(batch["logits"]) - torch.cat(batch["log_probs"])).exp()
     pg_loss = clipped(ratio, torch.cat(batch["advantages"]))
-    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
-    hooked, _, metrics = slime.tis(
-        use_tis(CORRECTION), pg_loss=pg_loss, train_log_probs=batch["log_probs"], **{n: batch[n] for n in names}
-    )
+    hooked, _, metrics = slime.tis(use_tis(CORRECTION), pg_loss=pg_loss, **given_to_tis(batch))
     assert 0 < metrics["rc/masked_token"].sum() < len(pg_loss)
     assert whole.sum_of_sample_mean()(hooked).item() == pytest.approx(weighed, rel=1.3e-6)
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
-from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
+from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.scale import Signals
 
 LR = 1e-6
@@ -31,9 +31,7 @@ TIS = {"custom_tis_function_path": PATH + "tis"}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LENGTHS, "_recorded", _Totals())
-    monkeypatch.setattr(LENGTHS, "_rollout", None)
-    monkeypatch.setattr(LENGTHS, "_mismatch", None)
+    LENGTHS.forget()
     LR_METRICS.clear()
     # as in a process in which `check` has not run
     own = inspect.unwrap(OptimizerParamScheduler.load_state_dict)
@@ -48,9 +46,8 @@ class Run:
         self.args, self.steps = args, steps
         self.model = [torch.nn.Linear(1, 1)]
         self.optimizer = torch.optim.AdamW(self.model[0].parameters(), lr=1.0)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer, 0.0, LR, 0.0, 0, 10_000, "constant", 0.0, 0.0, 0, "constant"
-        )
+        plan = (0.0, LR, 0.0, 0, 10_000, "constant", 0.0, 0.0, 0, "constant")
+        self.scheduler = OptimizerParamScheduler(self.optimizer, *plan)
 
     def rollout(self, rollout_id: int, lengths: Sequence[int]) -> list[float]:
         if self.args.rollout_data_postprocess_path:
@@ -113,12 +110,6 @@ def test_the_rule_by_mismatch_takes_what_the_correction_of_this_rollout_measured
     LENGTHS.record_mismatch(4, Signals())
     assert resumed.rollout(4, [9]) == pytest.approx([0.2 * LR])
     assert [p.name for p in tmp_path.iterdir()] == ["megatron_rc_lr_rule.json"]
-
-
-def test_a_rule_by_mismatch_without_a_hook_that_sees_whole_rollouts_is_refused() -> None:
-    args = settings(key={"lr_rule": "mismatch", "correction": "token-tis"}, **TIS)
-    with pytest.raises(ValueError, match="lr_rule.signal must be length with no hook that corrects whole rollouts"):
-        Run(args).rollout(0, [9])
 
 
 def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:

@@ -11,7 +11,7 @@ import torch
 from distributed import run_ranks
 from hosts.slime import routers, sources
 from hosts.slime.cases import Case, batch_of, ours, whole
-from hosts.slime.host import PATH, local_masks, micro_batch, positions, rollout
+from hosts.slime.host import PATH, given_to_tis, local_masks, micro_batch, positions, rollout
 from hosts.slime.routers import LAYERS, MICRO_BATCHES, OWN, REPLAYED, Model, Rows, by_environment, chosen
 from hosts.slime.single import in_one_process as in_one_process
 from megatron.core import parallel_state
@@ -105,12 +105,10 @@ def test_passes_of_other_models_and_the_update_are_not_watched() -> None:
 
 def updates(args: Namespace, order: list[list[int]]) -> list[dict[str, Tensor]]:
     """What tis logs of the micro-batches of an update."""
-    batch, logs = batch_of(Case()), []
-    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs", "log_probs")
+    whole, logs = given_to_tis(batch_of(Case())), []
     for samples in order:
-        given = {name: [batch[name][i] for i in samples] for name in names}
-        losses = torch.ones(sum(given["response_lengths"]))
-        logs.append(slime.tis(args, pg_loss=losses, train_log_probs=given.pop("log_probs"), **given)[2])
+        given = {name: [values[i] for i in samples] for name, values in whole.items()}
+        logs.append(slime.tis(args, pg_loss=torch.ones(sum(given["response_lengths"])), **given)[2])
     return logs
 
 
@@ -242,21 +240,16 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         assert torch.equal(found, whole.on_rank(torch.cat(expected), rank, size, padded))
 
 
-def test_a_turn_that_two_slices_share_has_one_number() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_turn_that_two_slices_share_has_one_number_and_positions_are_those_of_whole_responses(rank: int) -> None:
     # responses of 8 tokens with a hole: two turns per sample, cut by zigzag slices of 3 and 1, 2, 2 tokens
     masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
-    ranks = [Layout.of([9, 9], [8, 8], None, rank, 2) for rank in range(2)]
-    whole = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
-    for layout, (ids, bound) in zip(ranks, [layout.segments(masks) for layout in ranks], strict=True):
-        assert ids.tolist() == [whole[8 * s.sample + t] for s in layout.spans for t in range(s.first, s.stop)]
-        assert bound >= 4
-
-
-def test_positions_are_those_of_whole_responses() -> None:
-    masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
-    for layout in (Layout.of([9, 9], [8, 8], None, rank, 2) for rank in range(2)):
-        tokens = [t for s in layout.spans for t in range(s.first, s.stop) if t != 4]
-        assert layout.positions(masks)[layout.local(masks).bool()].tolist() == [t - (t > 4) for t in tokens]
+    layout, turns = Layout.of([9, 9], [8, 8], None, rank, 2), [0, 0, 0, 0, 0, 1, 1, 1]
+    tokens = [(s.sample, t) for s in layout.spans for t in range(s.first, s.stop)]
+    ids, bound = layout.segments(masks)
+    assert ids.tolist() == [2 * sample + turns[t] for sample, t in tokens] and bound >= 4
+    found = layout.positions(masks)[layout.local(masks).bool()]
+    assert found.tolist() == [t - (t > 4) for _, t in tokens if t != 4]
 
 
 def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:

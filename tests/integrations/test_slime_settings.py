@@ -28,7 +28,16 @@ from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import MismatchSettings
 
+TOKEN_TIS = {"correction": "token-tis"}
 EVERY_9 = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
+TIS = {"custom_tis_function_path": PATH + "tis"}
+STEP = {"custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
+DATA = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True, **TIS}
+WATCH = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob"}
+BATCH, ROUTES = {"preset": "token-tis", "normalize": "batch"}, {"correction": "token-tis", "routes": True}
+SET = {*HOOKS.values()} - {"custom_megatron_init_path"} | {
+    *("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "loss_type", "use_rollout_entropy")
+}
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
 
 
@@ -63,9 +72,6 @@ def test_a_correction_is_a_preset_name_or_fields_over_a_preset() -> None:
 def test_a_wrong_key_is_one_sentence_that_names_it(key: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read(arguments(megatron_rc=key))
-
-
-TOKEN_TIS = {"correction": "token-tis"}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +115,9 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
     [
         (("tis",), TOKEN_TIS, {"advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2}),
         (("loss", "pg_loss_reducer"), {**TOKEN_TIS, "aggregation": "seq-mean-token-sum"}, {}),
-        (("rollout_data",), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
-        (("rollout_data", "tis"), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
-        (("rollout_data", "loss"), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}),
+        (("rollout_data",), {"correction": {**BATCH, **NEGATIVE}}, {}),
+        (("rollout_data", "tis"), {"correction": {**BATCH, **NEGATIVE}}, {}),
+        (("rollout_data", "loss"), {"correction": BATCH}, {}),
         (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {"release_train": True}),
         (("tis", "before_train_step"), EVERY_9, {"release_train": True}),
         (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "num_steps_per_rollout": 2}),
@@ -172,15 +178,6 @@ def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused() ->
         recipe(token_tis, rule.build(1.0), whole_rollouts=True)
 
 
-TIS = {"custom_tis_function_path": PATH + "tis"}
-STEP = {"custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
-DATA = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True, **TIS}
-BATCH = {"preset": "token-tis", "normalize": "batch"}
-SET = {*HOOKS.values()} - {"custom_megatron_init_path"} | {
-    *("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "loss_type", "use_rollout_entropy")
-}
-
-
 def inside(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("slime", "miles"):
         monkeypatch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
@@ -206,32 +203,23 @@ def command_line(key: Any, **changes: Any) -> Namespace:
           "custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}),
         ("slime", {"correction": {"preset": "token-tis", "old": "current"}, "lr_rule": "length_decay"},
          {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", **STEP}),
+        # routes need the hook that watches them, and one that compares them
+        ("slime", ROUTES, {**WATCH, **DATA}),
+        ("slime", {**ROUTES, "lr_rule": "length_decay"}, {**WATCH, **DATA, **STEP}),
+        ("miles", ROUTES, {**WATCH, "use_tis": True, **TIS, **STEP}),
+        ("miles", {**ROUTES, "lr_rule": "length_decay"}, {**WATCH, "use_tis": True, **TIS, **STEP}),
     ],
 )  # fmt: skip
 def test_one_flag_sets_what_the_settings_need_and_nothing_else(
     host: str, key: Any, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside(host, monkeypatch)
-    args, before = command_line(key), command_line(key)
+    args, before = (command_line(key, use_rollout_routing_replay="routes" in key) for _ in range(2))
     slime.enable(args)
     assert vars(args) == {**vars(before), **values}
     # a process of the host that runs it twice, and a user who names the same hooks, change nothing
     slime.enable(args)
     assert vars(args) == {**vars(before), **values}
-
-
-@pytest.mark.parametrize("host", ["slime", "miles"])
-@pytest.mark.parametrize("rule", [{}, {"lr_rule": "length_decay"}])
-def test_routes_bring_the_hook_that_watches_them_and_the_one_that_compares_them(
-    host: str, rule: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside(host, monkeypatch)
-    args = command_line({"correction": "token-tis", "routes": True, **rule}, use_rollout_routing_replay=True)
-    before = {**vars(args)}
-    slime.enable(args)
-    watched = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob"}
-    compared = {**DATA, **(STEP if rule else {})} if host == "slime" else {"use_tis": True, **TIS, **STEP}
-    assert vars(args) == {**before, **watched, **compared}
 
 
 @pytest.mark.parametrize(

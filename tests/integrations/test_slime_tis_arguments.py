@@ -13,14 +13,14 @@ import pytest
 import torch
 from distributed import run_ranks
 from hosts.slime.cases import Case, batch_of, ours, whole
-from hosts.slime.host import PATH, Rollout, arguments, clipped, micro_batch, rollout
+from hosts.slime.host import PATH, Rollout, arguments, clipped, given_to_tis, micro_batch, rollout
 from hosts.slime.mismatch import SETTINGS, TREES, of_the_host, recorded
 from hosts.slime.single import alone, loss_of
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.family import FAMILY, SLIME
+from megatron_rc.integrations.slime.settings import FAMILY, SLIME
 from megatron_rc.integrations.slime.tis_arguments import hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
@@ -35,7 +35,6 @@ tis_kwargs = {{"advantages": 1}}
 """
 TWO_POLICIES = RolloutCorrection.preset("off-policy-sequence-mask").to_dict()
 NEGATIVE = {"weight": {"upper": 1.2}, "reject": [{"statistic": "k3", "upper": 0.001, "when": "negative_advantage"}]}
-GIVEN = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
 
 
 def installed(folder: Path, module: str, source: str) -> None:
@@ -74,14 +73,9 @@ def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool)
     more: dict[str, Any] = {"current_log_probs": current, "advantages": advantages}
     if not joined:
         more = {"current_log_probs": current.split(whole.responses), "advantages": batch["advantages"]}
-    loss, masks, metrics = slime.tis(
-        args,
-        pg_loss=clipped(ratio, advantages),
-        # of another policy: nothing may read them where current / mu is judged
-        train_log_probs=[each + int(args.use_rollout_logprobs) for each in batch["log_probs"]],
-        **{name: batch[name] for name in GIVEN},
-        **more,
-    )
+    # of another policy: nothing may read them where current / mu is judged
+    more["train_log_probs"] = [each + int(args.use_rollout_logprobs) for each in batch["log_probs"]]
+    loss, masks, metrics = slime.tis(args, pg_loss=clipped(ratio, advantages), **{**given_to_tis(batch), **more})
     assert masks is batch["loss_masks"]
     total = whole.sum_of_sample_mean()(loss)
     return total.item(), torch.autograd.grad(total, logits)[0], metrics["rc/masked_token"]
@@ -110,9 +104,8 @@ def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tr
     for correction, name in ((TWO_POLICIES, "current_log_probs"), (NEGATIVE, "advantages")):
         args = arguments(use_rollout_logprobs=correction is TWO_POLICIES, megatron_rc={"correction": correction}, **TIS)
         losses = torch.ones(sum(whole.responses))
-        given = {"train_log_probs": batch["log_probs"], **{each: batch[each] for each in GIVEN}}
         with pytest.raises(ValueError, match=f"^{name} must be in every sample.*--custom-loss-function-path"):
-            slime.tis(args, pg_loss=losses, **given)
+            slime.tis(args, pg_loss=losses, **given_to_tis(batch))
 
 
 def test_a_corrupt_rollout_logprob_of_the_hosts_own_ratio_is_a_nan_in_slimes_loss(tree: Path) -> None:
@@ -163,12 +156,9 @@ def named(key: str, cp_rank: int = 0, cp_size: int = 1, **given: list[Tensor]) -
     """What `tis` adds below mis_ on one context-parallel rank."""
     batch = batch_of(Case(), cp_rank, cp_size) | given
     use_tis = SETTINGS[key].example.get("use_tis", True)
-    keys = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
     losses = torch.ones(sum(map(len, batch["log_probs"])))
     args = ours(Case(SETTINGS[key].correction), use_tis=use_tis, get_mismatch_metrics=not use_tis)
-    *_, metrics = slime.tis(
-        args, pg_loss=losses, train_log_probs=batch["log_probs"], **{name: batch[name] for name in keys}
-    )
+    *_, metrics = slime.tis(args, pg_loss=losses, **given_to_tis(batch))
     return {name: values for name, values in metrics.items() if name.startswith("mis_")}
 
 

@@ -1,6 +1,7 @@
 """Lags of the tokens in a rollout batch of megatron/rl, from the epochs that its inference engine records."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,28 +23,24 @@ def epochs_of_rows(
         collapses: the host's function that tells whether the turns of a rollout become one row.
     """
     rows: list[list[int]] = []
-    for group, of_group in zip(rollouts, segments, strict=True):
-        for rollout, of_rollout in zip(group, of_group, strict=True):
-            if not rollout.trajectory:
-                continue
-            if not of_rollout:
-                rows += [[] for _ in range(1 if collapses(rollout) else len(rollout.trajectory))]
-                continue
-            turns = list(_turns(rollout, [epoch for epoch, count in of_rollout for _ in range(count)]))
-            if not collapses(rollout):
-                rows += turns
-                continue
-            row = [UNKNOWN] * len(turns[-1])
-            for turn in turns:
-                # a turn repeats those before it, so it alone knows the epochs of what it generated
-                row[: len(turn)] = [new if old == UNKNOWN else old for old, new in zip(row, turn, strict=False)]
-            rows.append(row)
+    for rollout, of_rollout in zip(chain(*rollouts), chain(*segments), strict=True):
+        if rollout.trajectory:
+            turns = list(_turns(rollout, of_rollout)) if of_rollout else [[] for _ in rollout.trajectory]
+            rows += [_joined(turns)] if collapses(rollout) else turns
     return rows
 
 
-def _turns(rollout: Any, epochs: list[int]) -> Iterator[list[int]]:
+def _joined(turns: Sequence[Sequence[int]]) -> list[int]:
+    """The row of turns each of which repeats those before it, and alone knows the epochs of what it generated."""
+    row = [UNKNOWN] * len(turns[-1])
+    for turn in turns:
+        row[: len(turn)] = [new if old == UNKNOWN else old for old, new in zip(row, turn, strict=False)]
+    return row
+
+
+def _turns(rollout: Any, segments: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     """Epochs of the tokens of each turn, UNKNOWN where it did not generate them."""
-    start = 0
+    start, epochs = 0, [epoch for epoch, count in segments for _ in range(count)]
     for turn, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
         of_turn, start = epochs[start : start + len(turn)], start + len(turn)
         yield [epoch if generated else UNKNOWN for epoch, generated in zip(of_turn, mask, strict=True)]

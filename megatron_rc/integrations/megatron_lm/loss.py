@@ -1,6 +1,6 @@
 """The GRPO loss of megatron/rl with the weights of a rollout correction, and the denominator of a training step."""
 
-from collections.abc import Sequence
+import inspect
 from functools import partial, wraps
 from typing import Any
 
@@ -14,22 +14,7 @@ from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
 
-def calculate_grpo_loss(
-    original: Function,
-    session: Session,
-    current_logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    advantages: Tensor,
-    clamp_eps_lower: float,
-    clamp_eps_upper: float,
-    kl_beta: float,
-    entropy_weight: float,
-    inference_logprobs: Tensor | None = None,
-    is_truncation_coef: float | None = None,
-    seq_starts: Sequence[int] | None = None,
-    seq_lengths: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
+def calculate_grpo_loss(original: Function, session: Session, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The host's loss, weighted by the tensor that our prepare_data_for_update put into `inference_logprobs`.
 
     That tensor holds correction weights w, not log-probs; with old="rollout" it holds log mu, and w comes from the
@@ -40,36 +25,27 @@ def calculate_grpo_loss(
     never infinite or NaN.
     """
     assert session.correction is not None
-    if inference_logprobs is None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    sampled, _ = given.pop("inference_logprobs", None), given.pop("is_truncation_coef", None)
+    if sampled is None:
         raise ValueError("add --rl-inference-logprobs-is-correction: the loss was given no rollout log-probs")
-    weights = inference_logprobs
+    current, old, weights = given.pop("current_logprobs"), given.pop("old_logprobs"), sampled
+    kl_beta, entropy_weight = given.pop("kl_beta"), given.pop("entropy_weight")
     session.micro_batch_log = {}
     if session.correction.old == "rollout":
-        starts = None if seq_starts is None or seq_lengths is None else [list(seq_starts)[: len(seq_lengths)]]
-        known = ~inference_logprobs.isnan()
+        of_bin, lengths, advantages = given.get("seq_starts"), given.get("seq_lengths"), given["advantages"]
+        starts = None if of_bin is None or lengths is None else [list(of_bin)[: len(lengths)]]
+        known = ~sampled.isnan()
         # an empty bin counts as one sequence
         of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
-        rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(known), of_sequences, starts)
-        current = current_logprobs.detach()
-        corrected, weights = corrected_rows(current, rows, session.correction)
-        session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(known), known)
-        old_logprobs = torch.where(known, inference_logprobs, old_logprobs)
-    call = partial(
-        original,
-        ref_logprobs=ref_logprobs,
-        advantages=advantages,
-        clamp_eps_lower=clamp_eps_lower,
-        clamp_eps_upper=clamp_eps_upper,
-        seq_starts=seq_starts,
-        seq_lengths=seq_lengths,
-    )
-    _, kl_term, ratios, entropy_term, above, below = call(
-        current_logprobs, old_logprobs, kl_beta=kl_beta, entropy_weight=entropy_weight
-    )
+        rows = RolloutRows(old, sampled, torch.ones_like(known), of_sequences, starts)
+        corrected, weights = corrected_rows(current.detach(), rows, session.correction)
+        session.micro_batch_log = _two_policy_log(current.detach(), sampled, corrected.mask.view_as(known), known)
+        old = torch.where(known, sampled, old)
+    call = partial(original, **given)
+    _, kl_term, ratios, entropy_term, above, below = call(current, old, kl_beta=kl_beta, entropy_weight=entropy_weight)
     kept = weights > 0
-    gradient_term, *_ = call(
-        torch.where(kept, current_logprobs, 0), torch.where(kept, old_logprobs, 0), kl_beta=0.0, entropy_weight=0.0
-    )
+    gradient_term, *_ = call(torch.where(kept, current, 0), torch.where(kept, old, 0), kl_beta=0.0, entropy_weight=0.0)
     loss = weights * gradient_term + kl_beta * kl_term - entropy_weight * entropy_term
     return loss, kl_term, ratios, entropy_term, above, below
 

@@ -59,8 +59,8 @@ def corrected_rows(
         Corrected, flat under packing, and the weights [rows, T - 1].
     """
     known = rows.loss_mask & ~rows.rollout_logprobs.isnan()
-    cu_seqlens = None if rows.starts is None else bin_offsets(rows.starts, rows.loss_mask.shape[1], known.device)
-    shape = rows.loss_mask.shape if cu_seqlens is None else (-1,)
+    cu_seqlens = None if rows.starts is None else bin_offsets(rows.starts, known.shape[1], known.device)
+    shape = known.shape if cu_seqlens is None else (-1,)
     corrected = correct(
         train_logprobs.view(shape),
         rows.rollout_logprobs.view(shape),
@@ -247,17 +247,11 @@ def pack_inference_logprobs(original: Function, session: Session, *args: Any, **
     return packed.masked_fill(~filled, torch.nan), filled
 
 
-def align_unpacked_inference_logprobs(
-    original: Function,
-    session: Session,
-    inference_logprobs: Sequence[Tensor | None],
-    old_logprobs_for_data: Tensor,
-    generation_masks: Tensor,
-    group_stats: Any,
-) -> Tensor:
+def align_unpacked_inference_logprobs(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
     """The host's function, with NaN for missing log-probs."""
-    aligned = original(inference_logprobs, old_logprobs_for_data, generation_masks, group_stats)
-    for row, logprobs, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
+    aligned = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    for row, logprobs, generated in zip(aligned, given["inference_logprobs"], given["generation_masks"], strict=True):
         targets = generated.nonzero().flatten() - 1
         missing = targets[0 if logprobs is None else len(logprobs) :]
         row[missing[(missing >= 0) & (missing < len(row))]] = torch.nan

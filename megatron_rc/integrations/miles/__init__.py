@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.family import MILES
 from megatron_rc.integrations.slime.flag_rules import MILES_RULES
 from megatron_rc.integrations.slime.hook_choice import recipe
+from megatron_rc.integrations.slime.settings import MILES
 from megatron_rc.versions import version_of_tree
 
 HOST = replace(

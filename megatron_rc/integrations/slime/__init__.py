@@ -18,10 +18,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from megatron_rc.integrations.slime.family import SLIME
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, SLIME_RULES
 from megatron_rc.integrations.slime.hook_choice import recipe
-from megatron_rc.integrations.slime.settings import HOOKS
+from megatron_rc.integrations.slime.settings import HOOKS, SLIME
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
@@ -81,4 +80,5 @@ HOST = Host(
 def __getattr__(name: str) -> Any:
     if name not in HOOKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.hooks.{name}"), name)
+    module = "enable" if name == "check" else name
+    return getattr(import_module(f"{__name__}.hooks.{module}"), name)

@@ -37,13 +37,12 @@ def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, wh
 
 def _pooled(correction: RolloutCorrection) -> str:
     """What must change for a hook that sees one micro-batch; "" where nothing must."""
-    if correction.normalize == "batch":
-        return "normalize must be 'none'"
-    if correction.max_k3 is not None:
-        return "max_k3 must be unset"
-    if correction.judges(STANDARDIZED):
-        return "reject must not use 'standardized'"
-    return ""
+    pooled = {
+        "normalize must be 'none'": correction.normalize == "batch",
+        "max_k3 must be unset": correction.max_k3 is not None,
+        "reject must not use 'standardized'": correction.judges(STANDARDIZED),
+    }
+    return next((sentence for sentence, needed in pooled.items() if needed), "")
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:

@@ -6,8 +6,16 @@ from typing import Any
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.refusals import refused
-from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, SlimeSettings, flag, in_advantages, names, read
-from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
+from megatron_rc.integrations.slime.settings import (
+    ROUTE_SHIFT,
+    SlimeSettings,
+    flag,
+    in_advantages,
+    judges_advantages,
+    names,
+    read,
+)
+from megatron_rc.integrations.slime.tis_arguments import hands_over_both
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
 
@@ -127,21 +135,19 @@ _ROUTES = (
         "megatron_rc.routes needs a hook that compares them",
         f"Set {flag('rollout_data')} (slime), or {flag('before_train_step')} with the hook tis or loss."),
 )  # fmt: skip
-_ROUTES_UNWATCHED = FlagRule(
-    "routes-unwatched", lambda args: args.settings.routes and not names(args, "before_log_prob"),
-    "megatron_rc.routes needs the hook that watches the routers", f"Set {flag('before_log_prob')}.",
-)  # fmt: skip
 
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
-        FlagRule("tis-old", lambda args: args.correction.old != "recompute" and not judges_current(args),
+        FlagRule("tis-old", lambda args: args.correction.old == "current" or (args.correction.old == "rollout"
+            and not (args.use_rollout_logprobs and hands_over_both())),
             "megatron_rc.correction.old must be 'recompute' for tis, or 'rollout' with --use-rollout-logprobs and a "
             "host that hands over current log-probs, got {args.correction.old!r}",
             f"Use {_BY_LOSS}."),
         _double_ratio("tis-double-ratio"),
         *_ONE_MICRO_BATCH,
-        FlagRule("tis-advantages", lambda args: _sees_one_micro_batch(args) and lacks_advantages(args),
+        FlagRule("tis-advantages", lambda args: _sees_one_micro_batch(args)
+            and judges_advantages(args.correction) and not hands_over_both(),
             "megatron_rc.correction must not reject by the sign of an advantage in tis, which sees no advantages of "
             "this host",
             f"Use {_BY_LOSS}, or {flag('rollout_data')}.")),
@@ -224,7 +230,8 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "Drop --indep-dp, or unset it.")),
     "before_log_prob": _ROUTES,
     "check": (
-        _ROUTES_UNWATCHED,
+        FlagRule("routes-unwatched", lambda args: args.settings.routes and not names(args, "before_log_prob"),
+            "megatron_rc.routes needs the hook that watches the routers", f"Set {flag('before_log_prob')}."),
         FlagRule("correction-unapplied", _is_unapplied, "megatron_rc.correction needs a hook that applies it",
             f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}."),
         FlagRule("hook-skipped-forward",

@@ -86,10 +86,9 @@ class RouteWatch:
             parts = pair.split(counts, dim=1)
             return torch.cat([parts[place] for place in order], dim=1)
 
+        rows = [layout.logits_rows(self._device) for layout in layouts]
         mine = [
-            torch.cat(
-                [seen[:, layout.logits_rows(seen.device)] for seen, layout in zip(pairs, layouts, strict=True)], 1
-            )
+            torch.cat([seen[:, chosen] for seen, chosen in zip(pairs, rows, strict=True)], 1)
             for pairs in self._rows(ranks)
         ]
         stages, shape, _ = self._everywhere(ranks)
@@ -98,8 +97,8 @@ class RouteWatch:
         tables = []
         for side in range(2):
             columns = torch.stack([in_order(pair)[side] for pair in mine], 1) if mine else None
-            rows = torch.empty(sum(counts), 0, shape.top_k, dtype=shape.dtype, device=self._device)
-            joined = join_layers(columns, stages, rows, ranks.pp_group)
+            empty = torch.empty(sum(counts), 0, shape.top_k, dtype=shape.dtype, device=self._device)
+            joined = join_layers(columns, stages, empty, ranks.pp_group)
             tables.append(RouteTable(shape, joined.index_select(1, ascending)))
         self._routers = {}
         return Routes(*tables)
@@ -147,7 +146,7 @@ class RouteWatch:
         if self._routers:
             watch = next(iter(self._routers.values()))
             whole = dist.get_world_size(ranks.tp_group) if self._splits_rows and ranks.tp_group is not None else 1
-            here = _Stage(sorted(self._routers), _shape(watch.router), [pair.shape[1] * whole for pair in watch.pairs])
+            here = _Stage(here.layers, _shape(watch.router), [pair.shape[1] * whole for pair in watch.pairs])
         stages = [here]
         if not is_alone(ranks.pp_group):
             everyone: list[Any] = [None] * dist.get_world_size(ranks.pp_group)
@@ -188,22 +187,18 @@ def _gathered(pair: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 @contextmanager
 def _without_replay() -> Iterator[None]:
     """Within this block the host's routers choose for themselves."""
-    miles = sys.modules.get("miles.utils.replay_base")
-    holder: Any = _Environment() if miles is None else miles.routing_replay_manager
-    stage, holder.stage = holder.stage, "fallthrough"
+    stage = _exchange_stage("fallthrough")
     try:
         yield
     finally:
-        holder.stage = stage
+        _exchange_stage(stage)
 
 
-class _Environment:
-    """slime's stage of replay, which it keeps in an environment variable."""
-
-    @property
-    def stage(self) -> str:
-        return os.environ["ROUTING_REPLAY_STAGE"]
-
-    @stage.setter
-    def stage(self, value: str) -> None:
-        os.environ["ROUTING_REPLAY_STAGE"] = value
+def _exchange_stage(stage: str) -> str:
+    """Set the stage of replay, which slime keeps in an environment variable; returns the one before."""
+    miles, variable = sys.modules.get("miles.utils.replay_base"), "ROUTING_REPLAY_STAGE"
+    if miles is None:
+        before, os.environ[variable] = os.environ[variable], stage
+    else:
+        before, miles.routing_replay_manager.stage = miles.routing_replay_manager.stage, stage
+    return before

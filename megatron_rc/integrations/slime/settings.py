@@ -1,9 +1,10 @@
-"""Settings of the hooks: the `megatron_rc:` section of the --custom-config-path file of slime and miles."""
+"""Settings of the hooks, the `megatron_rc:` section of the --custom-config-path file, and the hosts that take them."""
 
 import json
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
@@ -11,7 +12,7 @@ from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
 from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
 
-KEY = "megatron_rc"
+KEY, _HERE = "megatron_rc", "megatron_rc.integrations.slime"
 ROUTE_SHIFT = "route_shift"
 """The statistic of a token that `routes` adds: share of the layers with experts whose decision differs."""
 
@@ -26,6 +27,21 @@ HOOKS = {
     "enable": "custom_megatron_init_path",
 }
 """Function of megatron_rc.integrations.slime -> the argument of the host that names it."""
+
+
+class Member(NamedTuple):
+    """What tells slime and miles apart, for the hooks that both of them call."""
+
+    name: str
+    whole_rollouts: bool
+    """Whether its hook rollout_data gets a whole rollout before the update."""
+    tis_caller: str
+    """The module that calls the function of --custom-tis-function-path."""
+
+
+SLIME = Member("slime", True, "slime.backends.megatron_utils.loss")
+MILES = Member("miles", False, "miles.backends.training_utils.loss_hub.losses")
+FAMILY = (SLIME, MILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +60,6 @@ class SlimeSettings(CurrentNames):
     """Learning-rate rule, for before_train_step: its name, or a mapping with its name under `rule`."""
     lr_rule_start: int = 0
     """The rollout_id at which lr_rule begins; rollouts before it keep the host's learning rate."""
-
     routes: bool = False
     """Compare the experts that the trainer would choose with the sampler's, which the host replays: metrics of expert
     shift, and the statistic route_shift."""
@@ -73,16 +88,12 @@ def _parsed(text: str) -> SlimeSettings:
 
 def names(args: Namespace, hook: str) -> bool:
     """Whether an argument of the host names this hook of ours."""
-    return getattr(args, HOOKS[hook], None) == _path(hook)
+    return getattr(args, HOOKS[hook], None) == f"{_HERE}.{hook}"
 
 
 def flag(hook: str) -> str:
     """The flag that names a hook of ours, with its value."""
-    return f"--{HOOKS[hook].replace('_', '-')} {_path(hook)}"
-
-
-def _path(hook: str) -> str:
-    return f"megatron_rc.integrations.slime.{hook}"
+    return f"--{HOOKS[hook].replace('_', '-')} {_HERE}.{hook}"
 
 
 def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:

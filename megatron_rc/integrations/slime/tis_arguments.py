@@ -4,25 +4,13 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from megatron_rc.integrations.slime.family import FAMILY
-from megatron_rc.integrations.slime.settings import judges_advantages, read
+from megatron_rc.integrations.slime.settings import FAMILY
 from megatron_rc.integrations.symbols import definition
 from megatron_rc.versions import find_module
 
 _CALLER, _ARGUMENTS = "policy_loss_function", "tis_kwargs"
 """The function of both hosts that calls the hook, as hook(**tis_kwargs)."""
-
-
-def judges_current(args: Any) -> bool:
-    """Whether tis can judge current / mu, which is the ratio of the host's own loss."""
-    return read(args).correction.old == "rollout" and bool(args.use_rollout_logprobs) and hands_over_both()
-
-
-def lacks_advantages(args: Any) -> bool:
-    """Whether tis is to judge advantages that it does not see."""
-    return judges_advantages(read(args).correction) and not hands_over_both()
 
 
 @cache

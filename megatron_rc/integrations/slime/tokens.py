@@ -1,4 +1,4 @@
-"""The tokens that a hook of slime or miles sees: their correction, their metrics, and how long responses are."""
+"""The tokens that a hook of slime or miles sees: their correction, and how long responses are."""
 
 import dataclasses
 import math
@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
-from megatron_rc.correction.reference.log_ratio import LogRatio, k3, log_ratio
+from megatron_rc.correction.reference.log_ratio import LogRatio, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
-from megatron_rc.learning_rate.scale import Signals
+from megatron_rc.learning_rate.scale import NOTHING, Signals
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"
@@ -54,11 +54,9 @@ def correct_tokens(
     layout, ranks, loss_masks = tokens.layout, tokens.ranks, tokens.loss_masks
     # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
-    segment_ids, num_segments, positions = None, None, None
-    if cp_group is not None and Plan.of(correction).sums_prefixes:
-        positions = layout.positions(loss_masks)
-    if cp_group is not None and "segment" in Plan.of(correction).units:
-        segment_ids, num_segments = layout.segments(loss_masks)
+    cut, plan = cp_group is not None, Plan.of(correction)
+    positions = layout.positions(loss_masks) if cut and plan.sums_prefixes else None
+    segment_ids, num_segments = layout.segments(loss_masks) if cut and "segment" in plan.units else (None, None)
     return correct(
         tokens.train_logprobs,
         tokens.rollout_logprobs,
@@ -79,26 +77,6 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
     return dataclasses.replace(correction, weight=None, reject=(), normalize="none")
 
 
-def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]:
-    """Name -> [N] fp32, detached: metrics per token, which the host averages as it does its own.
-
-    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides
-    these the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0
-    at corrupt tokens, whose share is nonfinite_share.
-    """
-    ratio, bound = tokens.log_ratio, corrected.correction.log_ratio_bound
-    ell = ratio.value.clamp(-bound, bound)
-    return {
-        "k1": -ell,
-        "k3": k3(ell),
-        "chi2_token": ell.expm1().square(),
-        "weight": corrected.weights.clone(),
-        "weight_squared": corrected.weights.square(),
-        "masked_token": (ratio.valid & ~corrected.mask).float(),
-        "nonfinite_share": (ratio.loss_mask & ~ratio.valid).float(),
-    }
-
-
 class _Totals(NamedTuple):
     tokens: int = 0
     responses: int = 0
@@ -115,9 +93,13 @@ class Lengths:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was recorded."""
         self._recorded = _Totals()
-        self._rollout: tuple[int, _Totals] | None = None
-        self._mismatch: tuple[int, Signals] | None = None
+        self._rollouts: dict[int, _Totals] = {}
+        self._mismatch: dict[int, Signals] = {}
 
     def record(self, response_lengths: Sequence[int]) -> None:
         """Add a micro-batch; recomputation may add it twice, as long as every micro-batch is added twice."""
@@ -130,22 +112,20 @@ class Lengths:
         """Take this rank's samples of a whole rollout; every rank calls it. ``truncated``: 1 where one was cut off."""
         judged = [] if truncated is None else [int(each) for each in truncated]
         totals = _Totals(sum(response_lengths), len(response_lengths), sum(judged), len(judged))
-        self._rollout = (rollout_id, totals)
+        self._rollouts = {rollout_id: totals}
 
     def record_mismatch(self, rollout_id: int, signals: Signals) -> None:
         """Take what the correction of a whole rollout measured, pooled over the ranks that call it."""
-        self._mismatch = (rollout_id, signals)
+        self._mismatch = {rollout_id: signals}
 
     def take(self, rollout_id: int, device: torch.device) -> Signals:
         """The signals over all ranks: of rollout ``rollout_id`` if it was recorded whole, else micro-batches' lengths.
 
         A collective over the world; what was recorded is forgotten.
         """
-        local = self._recorded
-        if self._rollout is not None and self._rollout[0] == rollout_id:
-            local = self._rollout[1]
-        mismatch = self._mismatch[1] if self._mismatch is not None and self._mismatch[0] == rollout_id else Signals()
-        self._recorded, self._rollout, self._mismatch = _Totals(), None, None
+        local = self._rollouts.get(rollout_id, self._recorded)
+        mismatch = self._mismatch.get(rollout_id, NOTHING)
+        self.forget()
         # -1: not known; the ranks that know it hold the same number
         known = [-1.0 if value is None or math.isnan(value) else value for value in (mismatch.ess, mismatch.k3)]
         pooled = torch.tensor(local, dtype=torch.int64, device=device)
@@ -156,12 +136,9 @@ class Lengths:
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         total = _Totals(*pooled.tolist())
         ess, k3 = (None if value < 0 else value for value in shared.tolist())
-        return Signals(
-            length=total.tokens / total.responses if total.responses else None,
-            truncated_share=total.truncated / total.judged if total.judged else None,
-            ess=ess,
-            k3=k3,
-        )
+        length = total.tokens / total.responses if total.responses else None
+        truncated_share = total.truncated / total.judged if total.judged else None
+        return Signals(length, truncated_share, ess, k3)
 
 
 LENGTHS = Lengths()

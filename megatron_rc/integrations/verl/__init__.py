@@ -12,12 +12,12 @@ What runs where, with MEGATRON_RC_CONFIG set:
 docs/hosts/verl.md has the recipe. `dump`, a hook of its own, needs none of it.
 """
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.integrations.verl.flag_rules import DEFAULTS, RULES
+from megatron_rc.integrations.verl.settings import VerlPatch, prepare
 from megatron_rc.versions import PYTHON_OF_VERL, VERL, find_module
 
 OURS = __name__
@@ -78,17 +78,17 @@ SYMBOLS = (
         ),
         "computes log-probs and entropy with one tensor-parallel collective"),
     Symbol("verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
-        replaced_by(f"{OURS}.head", "enable_fused_kernels", when=_without_logits),
+        replaced_by(f"{OURS}.logprobs", "enable_fused_kernels", when=_without_logits),
         "refuses models and settings whose log-probs would not come from the fused head"),
     Symbol(FUSED, "fused_output_processor",
         "*, hidden_states, output_layer, output_weight, labels, context, config, **_ignored",
-        replaced_by(f"{OURS}.head", "fused_output_processor", when=_without_logits),
+        replaced_by(f"{OURS}.logprobs", "fused_output_processor", when=_without_logits),
         "computes log-probs and entropy of hidden states, a chunk of tokens at a time"),
     Symbol(FUSED, "_fused_GPTModel_forward",
         "model, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
         "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
         "loss_mask=None, temperature=1.0, padding_mask=None, **kwargs",
-        replaced_by(f"{OURS}.head", "fused_forward", when=_without_logits),
+        replaced_by(f"{OURS}.logprobs", "fused_forward", when=_without_logits),
         "the same for a GPTModel without an output processor"),
 )  # fmt: skip
 
@@ -99,11 +99,9 @@ HOST = Host(
     symbols=SYMBOLS,
     versions=VERL,
     read_version=_version,
-    prepare=lambda correction, lr_rule, *head: import_module(f"{OURS}.settings").prepare(
-        correction, lr_rule, None, *head
-    ),
+    prepare=prepare,
     heads=("logits", "linear"),
-    release=lambda session: session.release(),
+    release=VerlPatch.release,
     tested="0.9.1 and commit 1dda039b9c63",
     differences=(
         "rejected tokens leave only the policy-gradient term: entropy, KL, critic and denominators count all tokens",

@@ -7,62 +7,54 @@ from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule, uncorrected_rules
 from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
 from megatron_rc.integrations.refusals import refused
-from megatron_rc.integrations.verl.sampling import SAMPLING, SAMPLING_RULES
+from megatron_rc.integrations.verl.refusals import (
+    ACTOR,
+    CORRECTION,
+    FUSED,
+    LOSS,
+    MTP,
+    PADDING,
+    ROLLOUT,
+    SAMPLING,
+    SAMPLING_RULES,
+    STRATEGY,
+    refuse_values,
+)
+from megatron_rc.integrations.verl.settings import VARIABLE, prepared, read
 
-_ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
-_VARIABLE = "MEGATRON_RC_CONFIG"
-_HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
-_MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
-_FUSED = "actor_rollout_ref.model.use_fused_kernels"
-_PADDING, _MTP = "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.mtp.enable"
-_MEGATRON = f"{_ACTOR}.megatron"
+_HANDED_ON, _MODEL = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}", "actor_rollout_ref.model.path"
+_MEGATRON = f"{ACTOR}.megatron"
 _SHARDS, _SPLITS_ROWS = f"{_MEGATRON}.tensor_model_parallel_size", f"{_MEGATRON}.sequence_parallel"
-_REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+_REPLAY, _RETURNS_ROUTES = f"{_MEGATRON}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
 
 _DISTILLATION = "distillation.distillation_loss"
-_VEOMNI_REPLAY = f"{_ACTOR}.veomni.router_replay.mode"
+_VEOMNI_REPLAY = f"{ACTOR}.veomni.router_replay.mode"
 
 _ENGINES = ("vllm", "sglang")
 _QUANTIZED = (
-    *(f"{_ROLLOUT}.{name}" for name in ("quantization", "quantization_config_file")),
-    *(f"{_ROLLOUT}.engine_kwargs.{engine}.quantization" for engine in _ENGINES),
+    *(f"{ROLLOUT}.{name}" for name in ("quantization", "quantization_config_file")),
+    *(f"{ROLLOUT}.engine_kwargs.{engine}.quantization" for engine in _ENGINES),
 )
 
 DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
-    **dict.fromkeys(
-        (
-            f"{_CORRECTION}.rollout_rs_threshold",
-            f"{_CORRECTION}.rollout_is_threshold",
-            f"{_CORRECTION}.rollout_is_batch_normalize",
-            _HANDED_ON,
-            _VARIABLE,
-            _MODEL,
-            f"{_ACTOR}.strategy",
-        )
-    ),
-    **dict.fromkeys((*_QUANTIZED, *(f"{_ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype" for engine in _ENGINES))),
-    "model_engine": None,
-    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
-    **{_FUSED: False, _PADDING: True, _MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
-    **{f"{_ROLLOUT}.calculate_log_probs": True, **SAMPLING},
-    **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
-    **{
-        _REPLAY: "disabled",
-        _VEOMNI_REPLAY: "disabled",
-        _RETURNS_ROUTES: False,
-        **dict.fromkeys(("distillation.enabled", f"{_DISTILLATION}.use_policy_gradient"), False),
-        f"{_DISTILLATION}.use_task_rewards": True,
-        "trainer.use_v1": True,
-        "trainer.v1.trainer_mode": "sync",
-    },
+    **dict.fromkeys((*_QUANTIZED, _HANDED_ON, VARIABLE, _MODEL, STRATEGY, "model_engine")),
+    **dict.fromkeys(f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype" for engine in _ENGINES),
+    **dict.fromkeys(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_rs", "bypass_mode")),
+    **dict.fromkeys(f"{CORRECTION}.rollout_{name}" for name in ("rs_threshold", "is_threshold", "is_batch_normalize")),
+    **{CORRECTION: {}, f"{CORRECTION}.loss_type": "ppo_clip", LOSS: "vanilla"},
+    **{FUSED: False, PADDING: True, MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
+    **{f"{ROLLOUT}.calculate_log_probs": True, **SAMPLING},
+    **{f"{ROLLOUT}.dtype": "bfloat16", f"{_MEGATRON}.dtype": "bfloat16"},
+    **{_REPLAY: "disabled", _VEOMNI_REPLAY: "disabled", _RETURNS_ROUTES: False},
+    **dict.fromkeys(("distillation.enabled", f"{_DISTILLATION}.use_policy_gradient"), False),
+    **{f"{_DISTILLATION}.use_task_rewards": True, "trainer.use_v1": True, "trainer.v1.trainer_mode": "sync"},
 }
 """Settings that the rules read, by dotted path, with the defaults of main_ppo."""
 
 
 def _settings(args: Any) -> str | None:
     """The settings of this package: of the script, of the command line, or of this environment."""
-    given = args.variables.get(_VARIABLE) or args[_VARIABLE] or args[_HANDED_ON] or os.environ.get(_VARIABLE)
+    given = args.variables.get(VARIABLE) or args[VARIABLE] or args[_HANDED_ON] or os.environ.get(VARIABLE)
     return given if given is None or isinstance(given, str) else schema.dump_yaml(given)
 
 
@@ -71,14 +63,12 @@ def _is_ours(args: Any) -> bool:
 
 
 def _has_our_head(args: Any) -> bool:
-    from megatron_rc.integrations.verl import settings
-
     text = _settings(args)
-    return text is not None and not refused(settings.read, text) and settings.read(text).head == "linear"
+    return text is not None and not refused(read, text) and read(text).head == "linear"
 
 
 def _corrects(args: Any) -> bool:
-    theirs = args[_CORRECTION] is not None and (args[f"{_CORRECTION}.rollout_is"] or args[f"{_CORRECTION}.rollout_rs"])
+    theirs = args[CORRECTION] is not None and (args[f"{CORRECTION}.rollout_is"] or args[f"{CORRECTION}.rollout_rs"])
     return _is_ours(args) or bool(theirs)
 
 
@@ -86,23 +76,18 @@ def _refusal(args: Any) -> str | None:
     text = _settings(args)
     if text is None:
         return None
-    from megatron_rc.integrations.verl import refusals, settings
 
     def value(path: str) -> Any:
-        if path == f"{_CORRECTION}.bypass_mode":
+        if path == f"{CORRECTION}.bypass_mode":
             return _is_bypass(args)
-        return "megatron" if path == refusals.STRATEGY and _is_megatron(args) else args[path]
+        return "megatron" if path == STRATEGY and _is_megatron(args) else args[path]
 
-    def refuse() -> None:
-        read = settings.read(text)
-        refusals.refuse_values(settings.prepare(read.correction, read.lr_rule, read), value)
-
-    return refused(refuse)
+    return refused(lambda: refuse_values(prepared(read(text)), value))
 
 
 def _is_bypass(args: Any) -> bool:
     """Whether the ratio of the loss is pi / mu itself; the asynchronous programs of verl set it in their YAML."""
-    given = args[f"{_CORRECTION}.bypass_mode"]
+    given = args[f"{CORRECTION}.bypass_mode"]
     return _is_async_program(args) if given is None else bool(given)
 
 
@@ -115,77 +100,77 @@ def _is_async(args: Any) -> bool:
 
 
 def _is_quantized(args: Any) -> bool:
-    formats = [args[f"{_ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"] for engine in _ENGINES]
+    formats = [args[f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"] for engine in _ENGINES]
     cache = any(str(each).startswith(("fp8", "fp4", "int8")) for each in formats)
     return cache or any(args[path] for path in _QUANTIZED)
 
 
 def _is_megatron(args: Any) -> bool:
-    return "megatron" in (args["model_engine"], args[f"{_ACTOR}.strategy"]) or "megatron" in args.program
+    return "megatron" in (args["model_engine"], args[STRATEGY]) or "megatron" in args.program
 
 
 RULES = (
-    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"] and _corrects(args),
+    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"] and _corrects(args),
         "the engine returns no log-probs, so the correction cannot act",
-        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
-    FlagRule("rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
+        f"Set {ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
+    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"],
         "the engine returns no log-probs, so the gap is neither measured nor corrected",
-        f"Set {_ROLLOUT}.calculate_log_probs=True.", severity="note"),
+        f"Set {ROLLOUT}.calculate_log_probs=True.", severity="note"),
     *SAMPLING_RULES,
-    FlagRule("correction-section", lambda args: args[_CORRECTION] is None,
-        f"{_CORRECTION}=null: verl then never calls a correction, nor measures the gap",
-        f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
+    FlagRule("correction-section", lambda args: args[CORRECTION] is None,
+        f"{CORRECTION}=null: verl then never calls a correction, nor measures the gap",
+        f"Leave {CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
     FlagRule("megatron-rc-settings", _refusal, "{found}",
-        "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set"),
+        "Change the setting that the sentence names.", good=f"{VARIABLE} fits the overrides, or is not set"),
     FlagRule("fused-head-gradient",
-        lambda args: _is_megatron(args) and args[_FUSED] and args[_SHARDS] > 1 and not args[_SPLITS_ROWS]
+        lambda args: _is_megatron(args) and args[FUSED] and args[_SHARDS] > 1 and not args[_SPLITS_ROWS]
         and not _has_our_head(args),
         "the fused kernel gives each tensor-parallel rank its own part of the gradient of hidden states, and without "
         "sequence parallelism nothing adds the parts up",
-        f"Set {_SPLITS_ROWS}=True, or head: linear in {_VARIABLE}.",
+        f"Set {_SPLITS_ROWS}=True, or head: linear in {VARIABLE}.",
         good="the gradient of hidden states is that of the whole vocabulary"),
     FlagRule("bypass-reaches-workers",
         lambda args: _is_bypass(args) and not _is_ours(args) and not args["trainer.use_v1"]
-        and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
+        and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
         "bypass_mode edits the configuration of the trainer process after the workers have theirs, so loss_type and "
         "rollout_rs never act (verl issues 4912 and 4272)",
-        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False.",
+        f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False.",
         good="no setting of the bypass mode is lost on its way to the workers"),
     FlagRule("bypass-reaches-workers",
-        lambda args: args[f"{_CORRECTION}.bypass_mode"] and not _is_ours(args) and args["trainer.use_v1"]
-        and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
+        lambda args: args[f"{CORRECTION}.bypass_mode"] and not _is_ours(args) and args["trainer.use_v1"]
+        and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
         "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
-        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False."),
+        f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False."),
     FlagRule("bypass-reaches-workers",
-        lambda args: _is_bypass(args) and not _is_ours(args) and args[f"{_CORRECTION}.rollout_is"],
+        lambda args: _is_bypass(args) and not _is_ours(args) and args[f"{CORRECTION}.rollout_is"],
         "bypass_mode with loss_type=ppo_clip never applies rollout_is: PPO's clip acts on pi / mu (verl issue 4912)",
-        f"Set {_CORRECTION}.bypass_mode=False.", severity="warning"),
-    FlagRule("loss-mode", lambda args: args[_LOSS] == "megatron_rc" and not _is_ours(args),
-        f"loss_mode=megatron_rc is known to a run with {_VARIABLE} alone",
-        f"Export {_VARIABLE} before verl starts, or set {_LOSS}=vanilla.", good="the loss exists"),
-    FlagRule("loss-mode", lambda args: args[_LOSS] == "geo_mean" and _corrects(args),
+        f"Set {CORRECTION}.bypass_mode=False.", severity="warning"),
+    FlagRule("loss-mode", lambda args: args[LOSS] == "megatron_rc" and not _is_ours(args),
+        f"loss_mode=megatron_rc is known to a run with {VARIABLE} alone",
+        f"Export {VARIABLE} before verl starts, or set {LOSS}=vanilla.", good="the loss exists"),
+    FlagRule("loss-mode", lambda args: args[LOSS] == "geo_mean" and _corrects(args),
         "geo_mean takes log(weight + 1e-10), so one rejected token shrinks the weight of its whole sequence",
-        f"Set {_LOSS}=gspo, or correct nothing."),
+        f"Set {LOSS}=gspo, or correct nothing."),
     FlagRule("k1-bounds",
-        lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and "k1" in str(args[f"{_CORRECTION}.rollout_rs"])
-        and "_" in str(args[f"{_CORRECTION}.rollout_rs_threshold"]),
+        lambda args: args[f"{CORRECTION}.rollout_rs"] is not None and "k1" in str(args[f"{CORRECTION}.rollout_rs"])
+        and "_" in str(args[f"{CORRECTION}.rollout_rs_threshold"]),
         "verl's bounds on k1 are bounds on mu / pi, the inverse of the ratio that its weights bound",
-        f"Set {_CORRECTION}.rollout_rs_threshold to 1/upper_1/lower.", good="no asymmetric bound on k1 is given",
+        f"Set {CORRECTION}.rollout_rs_threshold to 1/upper_1/lower.", good="no asymmetric bound on k1 is given",
         severity="note"),
     FlagRule("rejection-denominator",
-        lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and not args["trainer.use_v1"],
+        lambda args: args[f"{CORRECTION}.rollout_rs"] is not None and not args["trainer.use_v1"],
         "trainer.use_v1=False divides by the kept tokens alone, so the step grows by 1 / (1 - rejected)",
-        f"Set trainer.use_v1=True, or correct with {_VARIABLE}, whose denominator counts rejected tokens.",
+        f"Set trainer.use_v1=True, or correct with {VARIABLE}, whose denominator counts rejected tokens.",
         good="rejected tokens stay in the denominator, or none are rejected", severity="warning"),
     *uncorrected_rules(_is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
-        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'."),
+        f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'."),
     *checkpoint_rules(_MODEL,
-        quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
+        quantize=f"quantise rollouts with {ROLLOUT}.quantization=fp8",
         replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
         replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True."),
     FlagRule("two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
-        f"Set {_VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {_LOSS}=megatron_rc.",
+        f"Set {VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {LOSS}=megatron_rc.",
         good="the old policy is the trainer's own, or the ratio to the sampler is bounded", severity="note"),
     FlagRule("moe-replay", lambda args: args[_REPLAY] == "R3" and not args[_RETURNS_ROUTES],
         "router_replay.mode=R3 replays the engine's routes, which the engine does not return",
@@ -194,9 +179,9 @@ RULES = (
         f"{_RETURNS_ROUTES} returns routes that router_replay.mode does not replay",
         f"Set {_REPLAY}=R3, or {_RETURNS_ROUTES}=False."),
     FlagRule("dtypes",
-        lambda args: _is_megatron(args) and args[f"{_ROLLOUT}.dtype"] != args[f"{_ACTOR}.megatron.dtype"],
-        f"the engine computes in {{args[{_ROLLOUT}.dtype]}} and the trainer in {{args[{_ACTOR}.megatron.dtype]}}",
-        f"Give {_ROLLOUT}.dtype and {_ACTOR}.megatron.dtype one value.",
+        lambda args: _is_megatron(args) and args[f"{ROLLOUT}.dtype"] != args[f"{ACTOR}.megatron.dtype"],
+        f"the engine computes in {{args[{ROLLOUT}.dtype]}} and the trainer in {{args[{ACTOR}.megatron.dtype]}}",
+        f"Give {ROLLOUT}.dtype and {ACTOR}.megatron.dtype one value.",
         good="engine and trainer compute in one precision", severity="warning"),
 )  # fmt: skip
 """Read at commit 1dda039b9c63."""

@@ -1,13 +1,28 @@
-"""The Megatron workers of verl: log-probs and entropy of vocabulary-sharded logits with one collective."""
+"""The Megatron workers of verl: log-probs and entropy of sharded logits, or of hidden states, with one collective.
 
+verl's fused kernel computes them in two functions, one for a GPTModel with an output processor and one for older ones.
+Both gather the rows of sequence parallelism, call `linear_cross_entropy` and pack its results. Here both run as they
+are, but for these two calls.
+"""
+
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.verl.refusals import FUSED, MTP, PADDING
 from megatron_rc.integrations.verl.settings import VerlPatch
+from megatron_rc.logprobs.inputs import HeadInputs
+from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.training.model.hidden_states import check_product
+
+_KERNEL, _GATHER = "linear_cross_entropy", "gather_from_sequence_parallel_region"
+_NEED_THE_SOFTMAX = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
 def lm_head_logits_processor(
@@ -18,11 +33,8 @@ def lm_head_logits_processor(
     label: Tensor,
     temperature: Tensor,
     *,
-    calculate_sum_pi_squared: bool,
     calculate_entropy: bool,
-    distillation_use_topk: bool,
-    distillation_only: bool,
-    **unused: Any,
+    **asked: Any,
 ) -> dict[str, Tensor]:
     """MegatronEngineWithLMHead._lm_head_logits_processor: log-probs, and the entropy where verl asks for it.
 
@@ -35,15 +47,10 @@ def lm_head_logits_processor(
         label: [B, T] int64, global ids.
         temperature: [B, T] fp32; rows of padding may have 0.
 
-    Returns:
-        log_probs and, with calculate_entropy, entropy: [B, T] fp32, nats.
-
     Raises:
         ValueError: verl asks for what needs the softmax over all ids: sums of squares, or distillation.
     """
-    asked = {"calculate_sum_pi_squared": calculate_sum_pi_squared, "distillation_use_topk": distillation_use_topk}
-    asked["distillation_only"] = distillation_only
-    wanted = [name for name, value in asked.items() if value]
+    wanted = [name for name in _NEED_THE_SOFTMAX if asked[name]]
     if wanted:
         raise ValueError(
             f"vocab_parallel_logprobs must be False where verl asks for {wanted[0]}, which it computes from the logits "
@@ -61,3 +68,88 @@ def lm_head_logits_processor(
     )
     names = ("log_probs", "entropy")
     return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=False))
+
+
+def enable_fused_kernels(original: Function, state: VerlPatch, engine: Any) -> Any:
+    """MegatronEngine._maybe_enable_fused_kernels, after which log-probs must come from the fused head.
+
+    Raises:
+        ValueError: verl has left fused kernels off, or the logits of the model are not hidden @ weight^T alone.
+    """
+    answer = original(engine)
+    if engine.is_value_model:
+        return answer
+    if not engine.engine_config.use_fused_kernels:
+        raise ValueError(
+            f"{FUSED} must be True with head: linear, and on: verl turns it off without {PADDING} and with {MTP}"
+        )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    for model in engine.module:
+        while hasattr(model, "module"):
+            model = model.module
+        model = getattr(model, "language_model", model)
+        if isinstance(model, GPTModel) and model.post_process:
+            check_product(model)
+    return answer
+
+
+def fused_output_processor(original: FunctionType, state: VerlPatch, *, config: Any, **kwargs: Any) -> Any:
+    """The host's function for a GPTModel that takes an output processor."""
+    return _with_our_head(original, config.sequence_parallel)(config=config, **kwargs)
+
+
+def fused_forward(original: FunctionType, state: VerlPatch, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's function that replaces the forward of an older GPTModel."""
+    return _with_our_head(original, model.config.sequence_parallel)(model, *args, **kwargs)
+
+
+def _with_our_head(original: FunctionType, sequence_parallel: bool) -> Function:
+    """A copy of the host's function in which two names refer to our functions.
+
+    The backward of the host's gather adds up the gradients of hidden states, which its kernel leaves to each rank.
+    `linear_logprobs` gathers and adds up by itself.
+    """
+    names = {_KERNEL: partial(_linear_cross_entropy, sequence_parallel), _GATHER: lambda hidden: hidden}
+    missing = [name for name in names if name not in original.__code__.co_names]
+    if missing:
+        raise ValueError(f"{original.__name__} of verl must call {missing[0]}, which head: linear replaces")
+    known = {**original.__globals__, **names}
+    copy = FunctionType(original.__code__, known, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
+
+def _linear_cross_entropy(
+    sequence_parallel: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    reduction: str,
+    tp_group: dist.ProcessGroup,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log pi(label) and the entropy of pi, fp32 in nats, [N] each.
+
+    Like verl's kernel, from logits that are not rounded to the dtype of the model. ``hidden`` is [N, 1, H], or with
+    sequence parallelism [N / ranks, 1, H]; ``labels`` are [1, N] global ids.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction must be 'none' with head: linear, got {reduction!r}")
+    if hidden.dim() != 3 or hidden.shape[1] != 1 or labels.shape[0] != 1:
+        raise ValueError(
+            f"hidden must be [N, 1, H] and labels [1, N], one packed row, got {tuple(hidden.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    return linear_logprobs(
+        hidden.squeeze(1),
+        weight,
+        labels.squeeze(0),
+        head=HeadInputs(
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            temperature=temperature,
+            logits_dtype=torch.float32 if hidden.dtype.itemsize < 4 else None,
+        ),
+        with_entropy=True,
+    )

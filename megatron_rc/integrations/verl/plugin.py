@@ -6,6 +6,7 @@ meant to be corrected must not go on without it, so a failure ends the process.
 
 import os
 import sys
+from typing import Any
 
 VARIABLE = "MEGATRON_RC_CONFIG"
 
@@ -20,7 +21,7 @@ def register() -> None:
     if not text:
         return
     try:
-        _patch(text)
+        patch_verl(text)
     except Exception as error:
         # verl catches every Exception of a plugin and goes on
         sentence = f"megatron_rc: {VARIABLE} is set, but verl is not patched: {error}"
@@ -28,17 +29,18 @@ def register() -> None:
         raise SystemExit(1) from error
 
 
-def _patch(text: str) -> None:
+def patch_verl(text: str) -> Any:
+    """Patch verl with settings in YAML, or in a file of it."""
     from dataclasses import replace
 
     from megatron_rc.integrations import verl
     from megatron_rc.integrations.patching import patch_host
-    from megatron_rc.integrations.verl.settings import prepare, read
+    from megatron_rc.integrations.verl.settings import prepared, read
     from megatron_rc.settings.head import HeadOptions
 
     settings = read(text)
-    host = replace(verl.HOST, prepare=lambda correction, lr_rule, *_: prepare(correction, lr_rule, settings))
-    patch_host(host, settings.correction, settings.lr_rule, HeadOptions(settings.head))
+    host = replace(verl.HOST, prepare=lambda *_: prepared(settings))
+    return patch_host(host, settings.correction, settings.lr_rule, HeadOptions(settings.head))
 
 
 register()

@@ -5,22 +5,35 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import refuse_by_path
+from megatron_rc.integrations.flag_rules import FlagRule, refuse_by_path, sampler_rules
 from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.integrations.verl.sampling import SAMPLING, SAMPLING_RULES
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 
-_ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-STRATEGY, _LOSS = f"{_ACTOR}.strategy", f"{_ACTOR}.policy_loss.loss_mode"
-_MODEL = "actor_rollout_ref.model"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+STRATEGY, LOSS, _MODEL = f"{ACTOR}.strategy", f"{ACTOR}.policy_loss.loss_mode", "actor_rollout_ref.model"
+FUSED, PADDING, MTP = f"{_MODEL}.use_fused_kernels", f"{_MODEL}.use_remove_padding", f"{_MODEL}.mtp.enable"
 _OF_THEIR_CORRECTION = {
-    f"{_CORRECTION}.rollout_is_threshold": 2.0,
-    f"{_CORRECTION}.rollout_is_batch_normalize": False,
-    f"{_CORRECTION}.loss_type": "ppo_clip",
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.rollout_is_batch_normalize": False,
+    f"{CORRECTION}.loss_type": "ppo_clip",
 }
 """Settings of verl's own correction, which would not act."""
-FUSED, PADDING, MTP = f"{_MODEL}.use_fused_kernels", f"{_MODEL}.use_remove_padding", f"{_MODEL}.mtp.enable"
+
+SAMPLING: dict[str, Any] = {
+    **{f"{ROLLOUT}.temperature": 1.0, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1},
+    f"{ROLLOUT}.logprobs_mode": "processed_logprobs",
+}
+"""What the rules read, with verl's defaults."""
+
+SAMPLING_RULES = (
+    *sampler_rules(f"{ROLLOUT}.temperature", f"{ROLLOUT}.logprobs_mode"),
+    FlagRule("top-p-top-k", lambda args: args[f"{ROLLOUT}.top_p"] < 1 or args[f"{ROLLOUT}.top_k"] > 0,
+        "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
+        "biased on every token",
+        f"Set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary"),
+)  # fmt: skip
+"""What makes log mu another quantity than log pi; a patched run with a correction refuses it."""
 
 
 def validate_config(original: Function, state: VerlPatch, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,35 +87,33 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
         for path, needed in ((FUSED, True), (PADDING, True), (MTP, False)):
             if bool(value(path)) != needed:
                 raise ValueError(f"{path} must be {needed} with head: linear, which replaces the fused kernel of verl")
-    loss_mode = value(_LOSS) or "vanilla"
+    loss_mode = value(LOSS) or "vanilla"
     if not state.corrects:
         if loss_mode == LOSS_MODE:
-            raise ValueError(f"{_LOSS}={LOSS_MODE} needs a correction in {VARIABLE}; 'none' only measures")
+            raise ValueError(f"{LOSS}={LOSS_MODE} needs a correction in {VARIABLE}; 'none' only measures")
         return
     _refuse_two_corrections(state, value)
-    if not value("actor_rollout_ref.rollout.calculate_log_probs"):
-        raise ValueError("actor_rollout_ref.rollout.calculate_log_probs must be True: without it there is no log mu")
+    if not value(f"{ROLLOUT}.calculate_log_probs"):
+        raise ValueError(f"{ROLLOUT}.calculate_log_probs must be True: without it there is no log mu")
     if state.by_the_loss and loss_mode != LOSS_MODE:
-        raise ValueError(f"{_LOSS} must be {LOSS_MODE} when old is 'rollout': the loss corrects, got {loss_mode}")
+        raise ValueError(f"{LOSS} must be {LOSS_MODE} when old is 'rollout': the loss corrects, got {loss_mode}")
     if loss_mode == "bypass_mode":
-        raise ValueError(
-            f"{_LOSS} must not be bypass_mode, which weighs by itself: take {LOSS_MODE} with old 'rollout'"
-        )
+        raise ValueError(f"{LOSS} must not be bypass_mode, which weighs by itself: take {LOSS_MODE} with old 'rollout'")
     if value("distillation.enabled") and not any(
         value(f"distillation.distillation_loss.{name}") for name in ("use_task_rewards", "use_policy_gradient")
     ):
         raise ValueError(f"{VARIABLE} must have no correction for distillation without a policy loss: nothing reads it")
     if state.settings.inner != "vanilla" and loss_mode != LOSS_MODE:
-        raise ValueError(f"inner acts only with {_LOSS}={LOSS_MODE}, got {loss_mode}")
+        raise ValueError(f"inner acts only with {LOSS}={LOSS_MODE}, got {loss_mode}")
     inner = state.settings.inner if loss_mode == LOSS_MODE else loss_mode
     if inner in ("clip_cov", "kl_cov") and state.correction.drops:
         raise ValueError(
-            f"{_LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
+            f"{LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
             "the others for its quota"
         )
     if inner == "geo_mean" and state.acts:
         raise ValueError(
-            f"{_LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
+            f"{LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
             "weight of its whole sequence"
         )
 
@@ -113,9 +124,9 @@ def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:
 
 
 def _refuse_two_corrections(state: VerlPatch, value: Callable[[str], Any]) -> None:
-    if value(_CORRECTION) is None:
-        raise ValueError(f"{_CORRECTION} must not be null: verl then never calls the correction")
-    for path in (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs"):
+    if value(CORRECTION) is None:
+        raise ValueError(f"{CORRECTION} must not be null: verl then never calls the correction")
+    for path in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"):
         if value(path) is not None:
             raise ValueError(
                 f"{path} must be null next to the correction of {VARIABLE}, got {value(path)}: one of them corrects"
@@ -123,13 +134,13 @@ def _refuse_two_corrections(state: VerlPatch, value: Callable[[str], Any]) -> No
     for path, default in _OF_THEIR_CORRECTION.items():
         if value(path) not in (None, default, str(default)):
             raise ValueError(f"{path} must be {default}, its default, next to {VARIABLE}, which does not read it")
-    refuse_bypass(state, bool(value(f"{_CORRECTION}.bypass_mode")))
+    refuse_bypass(state, bool(value(f"{CORRECTION}.bypass_mode")))
 
 
 def refuse_bypass(state: VerlPatch, bypass: bool) -> None:
     """Refuse verl's bypass_mode where our correction needs old log-probs, and the reverse."""
     if bypass != state.by_the_loss:
         raise ValueError(
-            f"{_CORRECTION}.bypass_mode must be True exactly when correction.old is 'rollout', got {bypass} and "
+            f"{CORRECTION}.bypass_mode must be True exactly when correction.old is 'rollout', got {bypass} and "
             f"old={state.correction.old!r}; the asynchronous programs of verl set it in their YAML"
         )

@@ -120,25 +120,23 @@ class VerlPatch(HoldsRule):
         return self.in_workers or (self.corrects and self.acts)
 
 
-def prepare(
-    correction: RolloutCorrection | None,
-    lr_rule: LRRule | None,
-    settings: VerlSettings | None = None,
-    head: HeadOptions = LOGITS,
-) -> VerlPatch:
-    """Make the state of a new patch. Its correction, rule and head come from ``settings`` where those are given.
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> VerlPatch:
+    """Make the state of a new patch; raises as `prepared`."""
+    if head not in (LOGITS, LINEAR):
+        problem = "head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32"
+        raise ValueError(f"{problem}, got {head}")
+    rule = settings_of(lr_rule, "to other processes")
+    return prepared(VerlSettings(correction=correction, head=head.head, lr_rule=rule))
+
+
+def prepared(settings: VerlSettings) -> VerlPatch:
+    """Make the state of a new patch with these settings.
 
     Raises:
-        ValueError: verl cannot honour the settings.
+        ValueError: verl cannot honour them, whatever its configuration.
     """
-    if settings is None:
-        if head not in (LOGITS, LINEAR):
-            problem = "head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32"
-            raise ValueError(f"{problem}, got {head}")
-        rule = settings_of(lr_rule, "to other processes")
-        settings = VerlSettings(correction=correction, head=head.head, lr_rule=rule)
     refuse_settings(settings)
-    return VerlPatch(settings, lr_rule)
+    return VerlPatch(settings, settings.lr_rule)
 
 
 def refuse_settings(settings: VerlSettings) -> None:

@@ -10,15 +10,7 @@ from megatron_rc.integrations.slime.routes import WATCH
 
 
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
-    """Watch the routers in the pass over the old log-probs, and in no other.
-
-    Args:
-        args: the host's arguments, with the key megatron_rc.
-        store_prefix: "" for the old log-probs of the actor.
-
-    Raises:
-        ValueError: a setting that this hook cannot honour, with the flag or field to change.
-    """
+    """Watch the routers in the pass over the old log-probs, for which ``store_prefix`` is "", and in no other."""
     settings_for("before_log_prob", args)
     WATCH.end()
     if store_prefix == "" and getattr(model[0], "role", "actor") == "actor":

@@ -1,10 +1,15 @@
-"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate."""
+"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state.
+
+The state lies in the host's own checkpoint, next to that of Megatron's scheduler. Both hosts build the scheduler and
+load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which `check` calls before that, lets
+Megatron's schedulers keep what they load and do not know.
+"""
 
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,26 +22,86 @@ from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.rule_state import SavedWith, loaded_state, remembers
-from megatron_rc.integrations.slime.settings import SlimeSettings, names
+from megatron_rc.integrations.slime.settings import KEY, SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
-from megatron_rc.learning_rate.rule import EARLIER, resume, state_of
+from megatron_rc.learning_rate.rule import EARLIER, earlier_state, resume, state_of
+from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.scale import LRScale, Signals
 
-_STATE_FILE = "megatron_rc_lr_rule.json"
+_ROLLOUT, _STATE_FILE = "rollout_id", "megatron_rc_lr_rule.json"
 _logger = logging.getLogger(__name__)
+_loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 
 
-@dataclass
+def remember_loaded_states() -> None:
+    """Make every OptimizerParamScheduler of this process remember our part of the state that it loads."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    original = OptimizerParamScheduler.load_state_dict
+    if hasattr(original, KEY):
+        return
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        original(self, state_dict)
+        _loaded[self] = state_dict.get(KEY, {})
+
+    setattr(load_state_dict, KEY, True)
+    OptimizerParamScheduler.load_state_dict = load_state_dict
+
+
 class _Run:
-    rule: LRScale
-    rollout_id: int
-    """The last rollout that the rule has counted."""
-    states: dict[str, dict[str, Any]]
-    """rollout_id -> state of the rule, for this rollout and those before; for the file next to the checkpoints."""
-    checkpoint: SavedWith
-    in_file: bool
-    """Whether the state is kept in that file, too."""
+    """The rule on a scheduler, whose state_dict Megatron saves whole and reads its own keys from."""
+
+    def __init__(self, args: Namespace, settings: SlimeSettings, rollout_id: int, start: int, scheduler: Any) -> None:
+        assert settings.lr_rule is not None
+        self.rule: LRScale = settings.lr_rule.build(scheduler.max_lr)
+        self.rollout_id = rollout_id - 1
+        """The last rollout that the rule has counted."""
+        self._states: dict[str, dict[str, Any]] = {}
+        """rollout_id -> state of the rule, for this rollout and those before; for the file next to the checkpoints."""
+        if rollout_id > start:
+            resume(self.rule, self._saved(args, scheduler))
+        self.rule.attach(scheduler)
+        self._in_file = not hasattr(type(scheduler).load_state_dict, KEY) or bool(getattr(args, "no_save_optim", None))
+        self._own_state, self._state = scheduler.state_dict, dict[str, Any]()
+        scheduler.state_dict = self._state_dict
+
+    def _saved(self, args: Namespace, scheduler: Any) -> Mapping[str, Any]:
+        """The state in the loaded checkpoint, from a rollout before this one, or else in the file of --load."""
+        saved = _loaded.get(scheduler, {})
+        state = dict(saved.get(RULE) or earlier_state(saved) or {})
+        if state.get("rule") == self.rule.name and state[_ROLLOUT] <= self.rollout_id:
+            self.rollout_id = state.pop(_ROLLOUT)
+            return state
+        folder, last = getattr(args, "load", None), self.rollout_id
+        states = _read_states(Path(folder), self.rule) if folder else {}
+        if str(last) not in states:
+            raise ValueError(
+                f"megatron_rc.lr_rule needs its state after rollout {last} in {_STATE_FILE} of --load {folder}, "
+                "or in the scheduler of its checkpoint: load the run that had it, without --no-load-optim, or set "
+                f"megatron_rc.lr_rule_start to {last + 1}"
+            )
+        self._states = {number: state for number, state in states.items() if int(number) <= last}
+        return states[str(last)]
+
+    def begin(self, rollout_id: int, signals: Signals, folder: str | None) -> None:
+        """Count the rollouts up to this one, and keep the state, in a file of ``folder`` where no checkpoint has it."""
+        for _ in range(self.rollout_id + 1, rollout_id):
+            self.rule.begin(Signals())
+        self.rule.begin(signals)
+        self.rollout_id, state = rollout_id, state_of(self.rule)
+        LR_METRICS.clear()
+        LR_METRICS.update(self.rule.metrics())
+        self._state = {_ROLLOUT: rollout_id, **state}
+        if self._in_file and folder is not None:
+            self._states[str(rollout_id)] = state
+            if is_first_process():
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                replace_text(Path(folder) / _STATE_FILE, json.dumps(self._states))
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._own_state(), KEY: {RULE: self._state}}
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -62,7 +127,6 @@ def before_train_step(
     tis and loss log the metrics of the rule.
 
     Args:
-        args: the host's arguments, with the key megatron_rc.
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
 
     Raises:
@@ -82,48 +146,13 @@ def before_train_step(
     if rollout_id < start:
         return
     if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _begin(args, settings, rollout_id, start, opt_param_scheduler)
+        _runs[opt_param_scheduler] = _Run(args, settings, rollout_id, start, opt_param_scheduler)
     run = _runs[opt_param_scheduler]
-    if rollout_id <= run.rollout_id:
-        # miles repeats a rollout whose update it had to discard
-        return
-    for _ in range(run.rollout_id + 1, rollout_id):
-        run.rule.begin(Signals())
-    run.rule.begin(signals)
-    run.rollout_id = rollout_id
-    LR_METRICS.clear()
-    LR_METRICS.update(run.rule.metrics())
-    _save(args, run)
-    for sentence in run.rule.news if is_first_process() else ():
-        _logger.warning("rollout %d: %s", rollout_id, sentence)
-
-
-def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, start: int, scheduler: Any) -> _Run:
-    assert settings.lr_rule is not None
-    rule = settings.lr_rule.build(scheduler.max_lr)
-    last, states = rollout_id - 1, dict[str, dict[str, Any]]()
-    if rollout_id > start:
-        loaded = loaded_state(scheduler, rule, before=rollout_id)
-        if loaded is None:
-            states = _states_in_file(args, rule, rollout_id)
-            loaded = last, states[str(last)]
-        last, state = loaded
-        resume(rule, state)
-    rule.attach(scheduler)
-    in_file = not remembers(type(scheduler)) or bool(getattr(args, "no_save_optim", None))
-    return _Run(rule, last, states, SavedWith(scheduler), in_file)
-
-
-def _states_in_file(args: Namespace, rule: LRScale, rollout_id: int) -> dict[str, dict[str, Any]]:
-    folder = getattr(args, "load", None)
-    states = _read_states(Path(folder), rule) if folder else {}
-    if str(rollout_id - 1) not in states:
-        raise ValueError(
-            f"megatron_rc.lr_rule needs its state after rollout {rollout_id - 1} in {_STATE_FILE} of --load {folder}, "
-            "or in the scheduler of its checkpoint: load the run that had it, without --no-load-optim, or set "
-            f"megatron_rc.lr_rule_start to {rollout_id}"
-        )
-    return {number: state for number, state in states.items() if int(number) < rollout_id}
+    # miles repeats a rollout whose update it had to discard
+    if rollout_id > run.rollout_id:
+        run.begin(rollout_id, signals, getattr(args, "save", None))
+        for sentence in run.rule.news if is_first_process() else ():
+            _logger.warning("rollout %d: %s", rollout_id, sentence)
 
 
 def _read_states(folder: Path, rule: LRScale) -> dict[str, dict[str, Any]]:
@@ -134,15 +163,3 @@ def _read_states(folder: Path, rule: LRScale) -> dict[str, dict[str, Any]]:
             states = {number: {"rule": rule.name} | state for number, state in read_json(file).items()}
             return {number: state for number, state in states.items() if state["rule"] == rule.name}
     return {}
-
-
-def _save(args: Namespace, run: _Run) -> None:
-    state = state_of(run.rule)
-    run.checkpoint.update(run.rollout_id, state)
-    folder = getattr(args, "save", None)
-    if not run.in_file or folder is None:
-        return
-    run.states[str(run.rollout_id)] = state
-    if is_first_process():
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        replace_text(Path(folder) / _STATE_FILE, json.dumps(run.states))

@@ -1,15 +1,16 @@
-"""The hook of --custom-megatron-init-path that switches the other hooks on: one flag instead of all."""
+"""The hooks of --custom-megatron-init-path: `enable` switches the others on, `check` refuses what they cannot do."""
 
 import logging
 import sys
 from argparse import Namespace
 
 from megatron_rc.collectives import is_first_process
-from megatron_rc.integrations.flag_rules import refuse
-from megatron_rc.integrations.slime.family import FAMILY, MILES, Member
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P
+from megatron_rc.integrations.flag_rules import MEGATRON_RULES, refuse
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, OWN_RULES, dumps_train_data, settings_for
 from megatron_rc.integrations.slime.hook_choice import assignments
-from megatron_rc.integrations.slime.hooks.check import check
+from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
+from megatron_rc.integrations.slime.refusals import HOOK_RULES
+from megatron_rc.integrations.slime.settings import FAMILY, MILES, names, read
 
 _logger = logging.getLogger(__name__)
 
@@ -20,14 +21,12 @@ def enable(args: Namespace) -> None:
     Both hosts call it in every training process before they read these arguments: slime reads them in its actor after
     this hook, in its loss and before its train step, miles likewise. Arguments that only the driver process reads stay
     as they are.
-
-    Args:
-        args: the host's arguments, with the key megatron_rc; changed in place.
-
-    Raises:
-        ValueError: one sentence naming what to change.
     """
-    host = _host()
+    # the host whose process this is has loaded the module which calls this hook
+    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
+    if len(loaded) != 1:
+        raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
+    (host,) = loaded
     if host is MILES:
         refuse([MILES_TOP_P], args, DEFAULTS)
     values = assignments(args, whole_rollouts=host.whole_rollouts)
@@ -37,9 +36,20 @@ def enable(args: Namespace) -> None:
         _logger.info("megatron_rc: %s", ", ".join(f"{name}={value}" for name, value in sorted(values.items())))
 
 
-def _host() -> Member:
-    """The host whose process this is: the one that has loaded the module which calls this hook."""
-    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
-    if len(loaded) != 1:
-        raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
-    return loaded[0]
+def check(args: Namespace) -> None:
+    """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
+
+    With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds.
+
+    Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
+    log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of
+    the whole vocabulary and the log-probs of the kept ids.
+    """
+    for hook in HOOK_RULES:
+        if hook == "check" or names(args, hook):
+            settings_for(hook, args)
+    if read(args).lr_rule is not None:
+        remember_loaded_states()
+    refuse((*MEGATRON_RULES, *OWN_RULES), args, DEFAULTS)
+    if dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
+        args.use_rollout_entropy = True

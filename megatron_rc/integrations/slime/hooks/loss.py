@@ -1,7 +1,7 @@
 """The hook of --custom-loss-function-path: vocabulary-sharded logits to the corrected loss, without a softmax."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
-from megatron_rc.integrations.slime.hooks.pg_loss_reducer import reducer
+from megatron_rc.integrations.slime.hooks.pg_loss_reducer import Reduce, reducer
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import logged, route_shift
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
@@ -19,8 +19,6 @@ from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, 
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
-
-Reduce = Callable[[Tensor], Tensor]
 
 
 def loss(
@@ -33,7 +31,6 @@ def loss(
     pg_loss_reducer. Log-probs and entropy come from the local shard of the logits, with one tensor-parallel collective.
 
     Args:
-        args: the host's arguments, with the key megatron_rc.
         batch: the host's micro-batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages,
             rollout_log_probs, log_probs and the like, one list entry per sample.
         logits: [1, T, V_local] (miles padded: [B, T, V_local]), fp32 or bf16, before temperature.
@@ -41,9 +38,6 @@ def loss(
 
     Returns:
         (loss, metrics for the host's log: name -> 0-d).
-
-    Raises:
-        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = settings_for("loss", args)
     correction = settings.correction
@@ -65,9 +59,8 @@ def loss(
     shift = route_shift(args, settings, layout)
     tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
     corrected = correct_tokens(tokens, applied, advantages, shift)
-    reduce = sum_of_sample_mean
-    if names(args, "pg_loss_reducer"):
-        reduce = reducer(args, *lengths, batch["loss_masks"])
+    ours = names(args, "pg_loss_reducer")
+    reduce = reducer(args, *lengths, batch["loss_masks"]) if ours else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)
     options = LossOptions(clip_lower=args.eps_clip, clip_upper=args.eps_clip_high, dual_clip=dual_clip)
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)

@@ -10,13 +10,15 @@ from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, parallel
 from megatron_rc.integrations.slime.tokens import LENGTHS
 
+Reduce = Callable[[Tensor], Tensor]
+
 
 def pg_loss_reducer(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool,
-) -> Callable[[Tensor], Tensor]:
+) -> Reduce:
     """A reducer that sums one number per sample, by `aggregation`; the host divides the sum by the step's rollouts.
 
     With T_i loss tokens in the whole response i, the number of a sample is
@@ -26,15 +28,8 @@ def pg_loss_reducer(
     * seq-mean-token-sum-norm: sum_t x_t / rollout_max_response_len
     * token-mean: sum_t x_t, which the host divides by the tokens of the step
 
-    Rejected tokens count in T_i.
-
-    Args:
-        total_lengths, response_lengths: tokens of each sample.
-        loss_masks: one [response_length] per sample.
-        calculate_per_token_loss: the host's flag.
-
-    Returns:
-        [N], tokens of this rank -> 0-d.
+    Rejected tokens count in T_i. The lengths are in tokens, and a loss mask is [response_length]; the reducer takes the
+    losses [N] of this rank.
 
     Raises:
         ValueError: megatron_rc.aggregation is missing or does not go with --calculate-per-token-loss.
@@ -47,7 +42,7 @@ def pg_loss_reducer(
 
 def reducer(
     args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
-) -> Callable[[Tensor], Tensor]:
+) -> Reduce:
     """`pg_loss_reducer` with the host's arguments as a parameter."""
     settings = settings_for("pg_loss_reducer", args)
     ranks = parallel()

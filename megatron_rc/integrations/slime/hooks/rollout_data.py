@@ -28,14 +28,11 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     With `routes` the metrics of expert shift are among them, and a rejection may use the statistic route_shift.
 
     Args:
-        args: the host's arguments, with the key megatron_rc.
-        rollout_id: number of the rollout.
         rollout_data: the host's rollout on this rank, changed in place on the last pipeline stage.
 
     Raises:
-        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change. Also
-            on every rank of the last stage: more than max_nonfinite_share of log-probs that are not finite, or a k3
-            above the correction's max_k3.
+        ValueError: on every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite, or
+            a k3 above the correction's max_k3.
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(MILES_ROLLOUT_DATA.refusal(MILES_ROLLOUT_DATA.problem))
@@ -45,21 +42,20 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     routes = _routes(args, ranks, rollout_data) if settings.routes else None
     if not in_advantages(args, settings) or not ranks.last_stage:
         return
-    lengths = rollout_data["total_lengths"], rollout_data["response_lengths"]
-    layout = layout_of(args, ranks, *lengths, None)
+    layout = layout_of(args, ranks, rollout_data["total_lengths"], rollout_data["response_lengths"], None)
     remedy = "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
     train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
     rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
     masks = rollout_data["loss_masks"]
-    shift, tokens = None, HostTokens(layout, ranks, train, rollout, masks)
-    if routes is not None:
+    tokens = HostTokens(layout, ranks, train, rollout, masks)
+    if routes is None:
+        corrected = correct_tokens(tokens, settings.correction, advantages)
+    else:
         bound, positions = settings.correction.log_ratio_bound, layout.positions(masks)
         mask, gap = tokens.loss_mask, train - rollout
         shift = expert_shift(*routes, mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
-    shifted = None if shift is None else shift.route_shift
-    corrected = correct_tokens(tokens, settings.correction, advantages, shifted)
-    if shift is not None:
+        corrected = correct_tokens(tokens, settings.correction, advantages, shift.route_shift)
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
     corrected.metrics.check(settings.max_nonfinite_share, settings.correction.max_k3)
@@ -78,10 +74,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
 
 
 def _routes(args: Namespace, ranks: Parallel, rollout_data: dict[str, Any]) -> Routes:
-    micro_batches, totals = rollout_data["micro_batch_indices"], rollout_data["total_lengths"]
-    responses = rollout_data["response_lengths"]
-    layouts = [
-        layout_of(args, ranks, [totals[i] for i in batch], [responses[i] for i in batch], None)
-        for batch in micro_batches
-    ]
-    return WATCH.whole(ranks, micro_batches, layouts)
+    names = ("micro_batch_indices", "total_lengths", "response_lengths")
+    batches, totals, responses = (rollout_data[name] for name in names)
+    layouts = [layout_of(args, ranks, [totals[i] for i in b], [responses[i] for i in b], None) for b in batches]
+    return WATCH.whole(ranks, batches, layouts)

@@ -39,7 +39,6 @@ def tis(
     where the trainer calls it impossible.
 
     Args:
-        args: the host's arguments, with the key megatron_rc.
         pg_loss: [N] fp32, nats; response tokens of this rank, samples one after another.
         train_log_probs, rollout_log_probs: one [tokens on this rank] per sample, fp32, nats.
         loss_masks: one [response_length] per sample.
@@ -51,9 +50,6 @@ def tis(
 
     Returns:
         (pg_loss [N], loss_masks, name -> [N]).
-
-    Raises:
-        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = settings_for("tis", args)
     if parallel_state is not None:

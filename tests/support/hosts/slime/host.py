@@ -4,7 +4,7 @@ Written from the layouts alone, by enumerating which rank holds which position o
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,12 @@ def micro_batch(whole: Rollout, cp_rank: int = 0, cp_size: int = 1, padded: int 
     masks = {"loss_masks": whole.loss_masks, "rollout_mask_sums": whole.denominators()}
     given = {"unconcat_tokens": whole.tokens, "max_seq_lens": lengths if padded else None, "logits": logits}
     return {**local, "total_lengths": whole.totals, "response_lengths": whole.responses, **masks, **given}
+
+
+def given_to_tis(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a host passes to the hook tis of a micro-batch, besides its arguments and the loss."""
+    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+    return {"train_log_probs": batch["log_probs"], **{name: batch[name] for name in names}}
 
 
 def local_masks(whole: Rollout, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:

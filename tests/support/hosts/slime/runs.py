@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
-from hosts.slime.host import VOCAB, positions
+from hosts.slime.host import VOCAB, given_to_tis, positions
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PADDED = 13
@@ -90,14 +90,10 @@ def _units(cp_rank: int, cp_size: int, padded: int | None = None) -> dict[str, A
     found: dict[str, Any] = {}
     for name, correction in UNITS.items():
         batch = batch_of(Case(), cp_rank, cp_size, padded)
-        kept = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
         losses = torch.ones(sum(map(len, batch["log_probs"])))
         args = ours(Case(correction), use_tis=True, qkv_format="bshd" if padded else "thd")
         more = {"max_seq_lens": batch["max_seq_lens"], "parallel_state": object()} if padded else {}
-        weights, _, _ = slime.tis(
-            args, pg_loss=losses, train_log_probs=batch["log_probs"], **{key: batch[key] for key in kept}, **more
-        )
-        found[name] = weights
+        found[name], _, _ = slime.tis(args, pg_loss=losses, **given_to_tis(batch), **more)
     return found
 
 

@@ -26,7 +26,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_to_nested
 
 from megatron_rc.integrations.verl import driver
-from megatron_rc.integrations.verl.settings import prepare, read
+from megatron_rc.integrations.verl.settings import prepared, read
 
 OWN = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
 PROMPT = 2
@@ -233,7 +233,7 @@ def bypass() -> dict[str, Any]:
                 session.sums.clear()
                 answers[f"{name} {cut}"] = update(batch, data, cut, loss_mode="megatron_rc")
                 (sums,) = session.sums
-                answers[f"{name} {cut}"]["metrics"] = driver.checked_metrics(prepare(None, None, settings), sums)
+                answers[f"{name} {cut}"]["metrics"] = driver.checked_metrics(prepared(settings), sums)
     return answers
 
 

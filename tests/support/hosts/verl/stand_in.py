@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +11,8 @@ import pytest
 import torch
 from hosts.verl import cases, sources
 
-from megatron_rc.integrations import verl as host
 from megatron_rc.integrations.installed import INSTALLED
-from megatron_rc.integrations.patching import patch_host
-from megatron_rc.integrations.verl.settings import prepare, read
-from megatron_rc.settings.head import HeadOptions
+from megatron_rc.integrations.verl.plugin import patch_verl
 
 PPO, V1, V0 = "verl.trainer.ppo.", "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
 CONFIG: dict[str, Any] = {
@@ -45,9 +41,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def patched(text: str) -> Iterator[Any]:
     """verl as the plugin patches it; answers with the session."""
-    settings = read(text)
-    made = replace(host.HOST, prepare=lambda correction, rule, *_: prepare(correction, rule, settings))
-    with patch_host(made, settings.correction, settings.lr_rule, HeadOptions(settings.head)):
+    with patch_verl(text):
         yield INSTALLED["verl"].session
 
 

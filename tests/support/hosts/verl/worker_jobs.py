@@ -22,7 +22,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl.workers.engine_workers import TrainingWorker
 
 from megatron_rc.integrations.verl.refusals import refuse
-from megatron_rc.integrations.verl.settings import prepare, read
+from megatron_rc.integrations.verl.settings import prepared, read
 
 
 class Engine:
@@ -119,8 +119,7 @@ def configurations() -> dict[str, str]:
         for settings, overrides in CONFIGURATIONS:
             composed = compose("ppo_trainer", overrides=overrides)
             try:
-                made = read(settings)
-                refuse(prepare(made.correction, made.lr_rule, made), composed)
+                refuse(prepared(read(settings)), composed)
                 refusal = ""
             except ValueError as error:
                 refusal = str(error)
