@@ -180,6 +180,7 @@ LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.
         ),
         ("{correction: none}", "algorithm.rollout_correction.rollout_is_batch_normalize", True, "must be False, its"),
         ("{correction: none}", "algorithm.rollout_correction.loss_type", "reinforce", "must be ppo_clip, its default"),
+        ("{correction: none}", "algorithm.rollout_correction.score_centering", True, "must be False, its default"),
         ("{correction: none}", "actor_rollout_ref.rollout.temperature", 0.0, "a greedy sampler has no log-prob"),
         ("{correction: none}", "actor_rollout_ref.rollout.top_p", 0.9, "top_p=1 and"),
         ("{correction: none}", "actor_rollout_ref.rollout.top_k", 20, "draws from a part of the vocabulary"),

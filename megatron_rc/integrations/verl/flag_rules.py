@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype" for engine in _ENGINES),
     **dict.fromkeys(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_rs", "bypass_mode")),
     **dict.fromkeys(f"{CORRECTION}.rollout_{name}" for name in ("rs_threshold", "is_threshold", "is_batch_normalize")),
+    f"{CORRECTION}.score_centering": False,
     **{CORRECTION: {}, f"{CORRECTION}.loss_type": "ppo_clip", LOSS: "vanilla"},
     **{FUSED: False, PADDING: True, MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
     **{f"{ROLLOUT}.calculate_log_probs": True, **SAMPLING},

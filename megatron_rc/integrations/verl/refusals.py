@@ -17,6 +17,7 @@ _OF_THEIR_CORRECTION = {
     f"{CORRECTION}.rollout_is_threshold": 2.0,
     f"{CORRECTION}.rollout_is_batch_normalize": False,
     f"{CORRECTION}.loss_type": "ppo_clip",
+    f"{CORRECTION}.score_centering": False,
 }
 """Settings of verl's own correction, which would not act."""
 
