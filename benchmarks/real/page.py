@@ -3,6 +3,7 @@
 python benchmarks/real/page.py
 """
 
+import csv
 import json
 import sys
 from itertools import pairwise
@@ -19,7 +20,7 @@ from megatron_rc.analyze.statistics.displacement import EDGES
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.files import replace_text
 from megatron_rc.jobs.describe import table
-from real.sums import LENGTHS, POSITIONS, RESULTS, figures, interval
+from real.sums import LENGTHS, POSITIONS, RESULTS, RUN, figures, interval
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
@@ -138,6 +139,14 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
     figure.savefig(IMAGES / "real_sums.png", dpi=90)
 
 
+def run() -> tuple[str, list[float]]:
+    """(the steps of the run through SGLang that were evaluated and those between, its persistences)."""
+    with (RESULTS / "run_sglang.csv").open() as file:
+        found = list(csv.DictReader(file))
+    lines = [[row["step"], *(row[name] or "-" for name in RUN)] for row in found if int(row["step"]) % 5 == 0]
+    return table(["step", *RUN], lines), [float(row["persistence"]) for row in found if row["persistence"]]
+
+
 def machines(found: dict[str, dict[str, Any]]) -> str:
     return "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()}))
 
@@ -145,10 +154,15 @@ def machines(found: dict[str, dict[str, Any]]) -> str:
 def page(found: dict[str, dict[str, Any]]) -> str:
     bf16, cuda = figures(found["bf16"]["prompts"]), rows("gap_cuda.json")
     text = (Path(__file__).parent / "page.md").read_text()
+    steps, persistence = run()
     for name, value in {
         "CUDA_MACHINES": machines(cuda),
         "CUDA_TABLE": gaps(cuda),
         "CUDA_PARTS": parts(cuda),
+        "SGLANG_TABLE": gaps(rows("gap_sglang.json")),
+        "RUN_TABLE": steps,
+        "PERSISTENCE": f"{sum(persistence) / len(persistence):.2f} ({min(persistence):.2f} to {max(persistence):.2f})",
+        "PROBE": (RESULTS / "probe.txt").read_text().strip(),
         "MACHINES": machines(found),
         "SPEED": (RESULTS / "speed.md").read_text().strip(),
         "TABLE": gaps(found),

@@ -2,6 +2,7 @@
 
     python benchmarks/real/sums.py runs/real/gap          # writes benchmarks/real/results/gap.json
     python benchmarks/real/sums.py runs/real/gap-cuda     # and of a GPU, gap_cuda.json
+    python benchmarks/real/sums.py runs/real/sglang       # metrics of a run, run_sglang.csv
 
 l = log pi - log mu of a loss token that mu drew, p = pi of it, and eps = logit pi - logit mu:
 
@@ -25,6 +26,7 @@ import numpy as np
 from megatron_rc.analyze.statistics.displacement import CERTAIN, EDGES, log_odds
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.files import replace_text
+from megatron_rc.report.log import read_metrics
 
 Values = np.ndarray[Any, np.dtype[Any]]
 RESULTS = Path(__file__).parent / "results"
@@ -141,7 +143,21 @@ def machine(cell: Path | None = None) -> dict[str, str]:
     return {"processor": (names or [platform.processor()])[0], "flags": " ".join(f for f in FLAGS if f in flags)}
 
 
+RUN = ("reward/mean", "eval/accuracy", "entropy", "old/k3", "old/ess_seq", "persistence", "grad_norm")
+"""Metrics of a run that are kept."""
+
+
+def of_run(folder: Path) -> str:
+    """The CSV of a run: step, then RUN; empty where a step has no such metric."""
+    steps = [row for row in read_metrics(folder) if row["phase"] == "rl"]
+    lines = [[row["step"], *(f"{row[name]:.4g}" if name in row else "" for name in RUN)] for row in steps]
+    return "".join(",".join(map(str, line)) + "\n" for line in [["step", *RUN], *lines])
+
+
 def main(folder: Path) -> None:
+    if (folder / "metrics.jsonl").is_file():
+        replace_text(RESULTS / f"run_{folder.name}.csv", of_run(folder))
+        return
     from megatron_rc.tasks.chat import Chat
     from real.prompts import rows
 

@@ -11,7 +11,11 @@ from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
 from real.sums import RESULTS, Response, figures, interval, row_of
 
-FOUND = {(f, n): row for f in ("gap", "gap_cuda") for n, row in json.loads((RESULTS / f"{f}.json").read_text()).items()}
+FOUND = {
+    (f, n): row
+    for f in ("gap", "gap_cuda", "gap_sglang")
+    for n, row in json.loads((RESULTS / f"{f}.json").read_text()).items()
+}
 
 
 def drawn(sigma: float, responses: int = 400, length: int = 80) -> list[Response]:
@@ -65,6 +69,13 @@ def test_what_the_page_says_of_a_gpu_follows_from_the_sums() -> None:
         assert min(sigmas) == sigmas[-1]
         if name != "fp32":
             assert 0.75 < figures(row["prompts"])["k3"] / figures(cpu[name]["prompts"])["k3"] < 1.25
+
+
+def test_a_real_server_in_16_bits_has_the_gap_that_the_engine_emulates() -> None:
+    emulated, served = page.rows(), page.rows("gap_sglang.json")
+    assert set(served) == {"fp32", "bf16", "fp16"}
+    for name in ("bf16", "fp16"):
+        assert 0.85 < figures(served[name]["prompts"])["k3"] / figures(emulated[name]["prompts"])["k3"] < 1.15
 
 
 def test_the_page_is_that_of_the_committed_sums() -> None:

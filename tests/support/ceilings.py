@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 43_960, "triton_kernels": 3_145, "tests": 43_300, "benchmarks": 7_450, "": 98_500}
+LINES = {"megatron_rc": 44_100, "triton_kernels": 3_145, "tests": 42_600, "benchmarks": 7_400, "": 97_900}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 39_990
