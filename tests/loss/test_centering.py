@@ -153,3 +153,39 @@ def test_metrics_name_the_masses_the_tail_and_the_drift_that_is_removed() -> Non
     }
     assert values == pytest.approx({name: float(value) for name, value in expected.items()})
     assert float(centering.term) == pytest.approx(float((c * logits.log_softmax(0)).sum()))
+
+
+PUBLISHED = {
+    # vime 2b83ea209634, score_centering_correction: 8 ids of 48; no weight, truncated, clipped, masked
+    "vime": ({}, 8, (-3137.5050764717, 1907.9039003785, 207.6897428271, 0.9586367051)),
+    "vime, tis": ({"weight": Weight(upper=1.2)}, 8, (304.3416337556, 240.9046137849, 26.3322450398, 0.5777826489)),
+    "vime, tis with a lower bound": (
+        {"weight": Weight(mode="clip", lower=0.8, upper=1.2)}, 8,
+        (-1269.3454857169, 459.6629135992, 77.3358248222, 0.7820562311),
+    ),
+    "vime, icepop": (
+        {"weight": Weight(mode="mask", lower=0.5, upper=2.0)}, 8,
+        (1589.2953304435, 846.0332603530, 72.2411192658, 1.1467944634),
+    ),
+    # prime-rl 851c48f98618, IPOLoss.score_centering_loss over all ids: ratios up to 2, |p - q| up to 0.05
+    "prime-rl": (
+        {"weight": Weight(upper=2.0), "reject": (Rejection("prob_diff", "token", lower=-0.05, upper=0.05),)}, 48,
+        (-19472.0702020079, 40857.0575601908, 263.9245716656, 2.8108770744),
+    ),
+}  # fmt: skip
+"""Composition, k, and of 10,000 rows: the sum of the term and of its square; of its gradient the sum of squares, and
+the sum of the first column. Computed by the functions of these projects in fp32."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ten_thousand_rows_agree_with_the_functions_of_other_projects(name: str) -> None:
+    composed, k, expected = PUBLISHED[name]
+    generator = torch.Generator().manual_seed(2609)
+    logits = 2 * torch.randn(10_000, 48, generator=generator)
+    log_q = (logits + 0.5 * torch.randn(10_000, 48, generator=generator)).log_softmax(1)
+    leaf, targets = logits.requires_grad_(), torch.zeros(10_000, dtype=torch.int64)
+    found = centered_logprobs(leaf.clone(), targets, top_of(log_q, k), dataclasses.replace(CENTERED, **composed))
+    (gradient,) = torch.autograd.grad(found.centering.term.sum(), leaf)
+    term, slope = found.centering.term.detach().double(), gradient.double()
+    sums = (term.sum(), term.square().sum(), slope.square().sum(), slope[:, 0].sum())
+    assert [value.item() for value in sums] == pytest.approx(expected, rel=1e-6)
