@@ -139,7 +139,7 @@ class NoUpdateWarning(_RareWarning):
         )
 
 
-class TopIdsWarning(_RareWarning):
+class CenteringWarning(_RareWarning):
     """Says at most once in ten rollouts that score centering knows too little of the sampler's distribution."""
 
     def see(self, metrics: Mapping[str, Any]) -> str | None:

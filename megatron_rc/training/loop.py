@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning, Note, NoUpdateWarning, TopIdsWarning
+from megatron_rc.correction.warnings import CenteringWarning, ClipPullWarning, LostBatchWarning, Note, NoUpdateWarning
 from megatron_rc.engine import RolloutEngine
 from megatron_rc.learning_rate.rule import resume, state_of
 from megatron_rc.learning_rate.scale import LRScale, Signals
@@ -60,7 +60,7 @@ class Job:
         self.lr_rule: LRScale | None = None
         self.lost_batch = LostBatchWarning()
         self.clip_pull = ClipPullWarning(settings.correction, fresh=settings.fresh)
-        self.no_update, self.top_ids = NoUpdateWarning(), TopIdsWarning()
+        self.no_update, self.centering = NoUpdateWarning(), CenteringWarning()
         self.pair = "old/" if settings.correction.old == "recompute" else "current/"
         self.saved = ""
         self.output = Path(settings.output)
@@ -176,7 +176,7 @@ class Job:
                 self.progress.measured_upper = measured
             self.progress.sketch = result.sketch
             lost = self.lost_batch.see(result.metrics, self.settings.correction, self.pair)
-            others = (warning.see(result.metrics) for warning in (self.clip_pull, self.no_update, self.top_ids))
+            others = (warning.see(result.metrics) for warning in (self.clip_pull, self.no_update, self.centering))
             for warning in filter(None, (lost, *others)):
                 kind = "note" if isinstance(warning, Note) else "WARNING"
                 self.observers.message(f"{kind}, step {self.progress.step}: {warning}")

@@ -7,7 +7,7 @@ import pytest
 from jobs import TASK, settings_file, started, train, warm_model
 
 from megatron_rc import schema
-from megatron_rc.correction.warnings import ClipPullWarning, Note, TopIdsWarning
+from megatron_rc.correction.warnings import CenteringWarning, ClipPullWarning, Note
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.job import JobSettings
 
@@ -102,7 +102,7 @@ def test_clipping_that_has_another_cause_warns_of_nothing(fields: dict[str, Any]
 
 def test_top_ids_that_say_too_little_are_warned_of_once_in_ten_rollouts() -> None:
     mass, clamped = "centering/top_rollout_mass", "centering/tail_ratio_clamped"
-    warning = TopIdsWarning()
+    warning = CenteringWarning()
     assert warning.see({}) is None and warning.see({mass: 0.95, clamped: 0.005}) is None
     said = [warning.see({mass: 0.825, clamped: 0.02}) for _ in range(11)]
     assert [bool(each) for each in said] == [True] + [False] * 9 + [True]
