@@ -19,6 +19,9 @@ LARGE_K3 = 1e-3
 """nats; from this k3 on, a gap that adds up along the responses or has a heavy tail is not called harmless."""
 OFFSET = 0.8
 """Exponent of the growth of the sum of l from which it adds up; noise has 0.5."""
+COHERENT = 2.0
+"""Coherence along a response that this needs, too: 20 steps of a healthy run had an exponent of 1.5 and a coherence of
+1.0, because the later tokens of its answers are less certain."""
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -31,7 +34,7 @@ def headline(diagnosis: Diagnosis) -> str:
     if any(verdict.code == rc404.RULE.code for verdict in diagnosis.verdicts):
         return HEADLINES[level]
     growth, tail = evidence.growth.exponent, evidence.token_tail.k
-    if evidence.whole.k3 > LARGE_K3 and growth >= OFFSET:
+    if evidence.whole.k3 > LARGE_K3 and growth >= OFFSET and evidence.growth.coherence > COHERENT:
         return CANNOT_TELL.format(reason=f"the gap adds up along the responses, as t^{growth:.2f}")
     if evidence.whole.k3 > LARGE_K3 and tail > LIMIT and evidence.known.kind != "moe":
         return CANNOT_TELL.format(

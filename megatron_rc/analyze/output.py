@@ -55,6 +55,7 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
         "growth": {
             "exponent": evidence.growth.exponent,
+            "coherence": evidence.growth.coherence,
             "horizon": evidence.growth.horizon,
             "ess": evidence.growth.ess,
             "ess_predicted": evidence.growth.ess_predicted,

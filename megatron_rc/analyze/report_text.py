@@ -4,6 +4,7 @@ import math
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.rules.rc102 import RATIO_FLOOR
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.drift import AtLength, Drift
@@ -119,7 +120,11 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("T*", f"{growth.reach}: for longer responses, whole-sequence weights are mostly noise"),
         ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
         ("k-hat", f"{number(tail[0])} of tokens; {number(tail[1])} of sequences{trusted}"),
-        ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
+        (
+            "growth",
+            f"sd of the sum of l grows as t^{number(growth.exponent)} (0.5 noise, 1 an offset, 0 a transient); its "
+            f"variance is {number(growth.coherence)} times that of independent tokens",
+        ),
         *([("log mu", _grid(found))] if (found := grid(evidence.sample)) else []),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
@@ -263,6 +268,8 @@ def _mean_ratio(evidence: Evidence, panel: Honesty) -> str:
         return f"{text}; a filter by outcome moves it, too"
     if not evidence.significant(panel.z_ratio):
         return f"{text}: 1 within its error, as honest logs give"
+    if abs(panel.mean_ratio - 1) < RATIO_FLOOR:
+        return f"{text}: 1 within the rounding of log-probs"
     return (
         f"{text}: {'some of pi cannot be drawn' if panel.mean_ratio < 1 else 'above 1 is impossible for honest logs'}"
     )
@@ -273,6 +280,8 @@ def _kappa(panel: Honesty) -> str:
         return "no gap: both lists are equal"
     if not panel.kappa_counts:
         return "too uncertain at so small a gap to say anything"
+    if abs(panel.mean_log_ratio) < RATIO_FLOOR:
+        return "the mean of l is within the rounding of log-probs, and kappa says nothing"
     near = KAPPA_NEAR[0] <= panel.kappa <= KAPPA_NEAR[1]
     return "near 1, as a small honest mismatch gives" if near else "far from 1: not a small honest mismatch"
 

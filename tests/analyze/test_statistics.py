@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from simulated_dumps import evidence_of, one_stale_server, small_honest, world
+from simulated_dumps import diagnosed, evidence_of, one_stale_server, small_honest, world
 
-from megatron_rc.analyze import atlas, diagnose
+from megatron_rc.analyze import atlas, diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
+from megatron_rc.analyze.headline import COHERENT, LARGE_K3, OFFSET, headline
 from megatron_rc.analyze.rules import judge
 from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.analyze.statistics import displacement, growth
@@ -123,6 +124,31 @@ def test_growth_takes_no_token_and_responses_beyond_its_longest_length(monkeypat
     assert sums.growth().ess == pytest.approx(weights.sum() ** 2 / (30 * (weights**2).sum()))
 
 
+@pytest.mark.parametrize("offset", [0.0, 0.3])
+def test_tokens_that_grow_noisier_do_not_add_up_and_an_offset_of_a_response_does(offset: float) -> None:
+    random, sequences, tokens = np.random.default_rng(1), 500, 16
+    noise = 0.02 * np.arange(1, tokens + 1) * random.normal(size=(sequences, tokens))
+    log_ratio = noise + offset * random.normal(size=(sequences, 1))
+    log_mu = np.full(sequences * tokens, -1.0)
+    found = diagnosed(Chunk(log_mu + log_ratio.ravel(), log_mu, np.arange(sequences + 1) * tokens))
+    measured = found.evidence.growth
+    assert measured.exponent >= OFFSET and found.evidence.whole.k3 > LARGE_K3
+    assert (measured.coherence > COHERENT) == bool(offset) == ("adds up" in headline(found))
+    if not offset:
+        assert measured.coherence == pytest.approx(1, abs=0.2)
+
+
+def test_a_systematic_rounding_of_log_probs_is_not_called_missing_probability() -> None:
+    # a server in fp32: each log-prob 8e-6 above the trainer's
+    log_mu = -np.random.default_rng(1).exponential(1, 20_000)
+    log_pi = log_mu - 8e-6 + 1e-5 * np.random.default_rng(2).normal(size=log_mu.size)
+    found = diagnosed(Chunk(np.minimum(log_pi, 0), log_mu, np.arange(201) * 100))
+    assert found.evidence.significant(found.evidence.whole.z_ratio) and found.level == "numerics"
+    shown = " ".join(terminal.text(found).split())
+    assert "cannot be drawn" not in shown.partition("Honesty")[2] and "not a small honest" not in shown
+    assert "1 within the rounding of log-probs" in shown and "kappa says nothing" in shown
+
+
 def test_octaves_have_four_bins_per_power_of_two() -> None:
     values = np.arange(1, 5000)
     assert (np.array([octave_start(code) for code in octave(values)]) <= values).all()
@@ -162,7 +188,7 @@ def test_a_dump_of_damaged_responses_alone_says_what_is_wrong_with_them() -> Non
 
 
 def test_a_horizon_of_one_token_is_one_token() -> None:
-    reaches = [growth.Growth(np.zeros(1), 0.5, 1.0, 1.0, tokens).reach for tokens in (1.2, 1234.5, math.inf)]
+    reaches = [growth.Growth(np.zeros(1), 0.5, 1.0, 1.0, 1.0, tokens).reach for tokens in (1.2, 1234.5, math.inf)]
     assert reaches == ["1 token", "1,234 tokens", "no limit"]
 
 

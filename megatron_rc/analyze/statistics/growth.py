@@ -19,7 +19,11 @@ class Growth:
     """Standard deviation of S_t, the sum of the first t log-ratios, at each length t that 20 sequences reached."""
     exponent: float
     """h of sd(S_t) ~ t^h: 0.5 for noise, 1 for a systematic offset, above 1 for a drift with the position, 0 for a
-    transient at the start; NaN with fewer than three lengths."""
+    transient at the start; NaN with fewer than three lengths. Independent noise has another one where later tokens are
+    noisier or surer than the first."""
+    coherence: float
+    """Var(S_t) / mean(sum_{i <= t} l_i^2) at the largest t: 1 for independent tokens, however noisy each is, and more
+    where they go the same way along a response; NaN without such a t."""
     ess: float
     """Effective number of sequences as a share: (sum W)^2 / (S sum W^2) with W = e^(S_T)."""
     ess_predicted: float
@@ -46,7 +50,7 @@ class GrowthSums:
     """Moments of the running sum at each length, and of the weights of whole sequences."""
 
     def __init__(self) -> None:
-        self._moments = np.zeros((LENGTHS.size, 3))
+        self._moments = np.zeros((LENGTHS.size, 4))
         self._weights = WeightSums()
         self._lengths: dict[int, int] = {}
         self._k3 = 0.0
@@ -54,13 +58,15 @@ class GrowthSums:
     def add(self, chunk: Chunk) -> Floats:
         """Add the loss tokens of a chunk; returns [S'] log-ratios of its sequences that are not empty."""
         running = np.concatenate([[0.0], np.cumsum(chunk.log_ratio)])
+        apart = np.concatenate([[0.0], np.cumsum(np.square(chunk.log_ratio))])
         start, lengths = chunk.cu_seqlens[:-1], chunk.lengths
         for index, length in enumerate(LENGTHS):
             long = lengths >= length
             if not long.any():
                 break
             sums = running[start[long] + length] - running[start[long]]
-            self._moments[index] += [sums.size, sums.sum(), sums @ sums]
+            alone = apart[start[long] + length] - apart[start[long]]
+            self._moments[index] += [sums.size, sums.sum(), sums @ sums, alone.sum()]
         filled = lengths > 0
         whole = running[chunk.cu_seqlens[1:]][filled] - running[start][filled]
         if whole.size:
@@ -71,7 +77,7 @@ class GrowthSums:
         return whole
 
     def growth(self) -> Growth:
-        count, total, squares = self._moments.T
+        count, total, squares, alone = self._moments.T
         enough = count >= 20
         lengths = LENGTHS[enough].astype(np.float64)
         deviations = np.sqrt(np.maximum(squares[enough] / count[enough] - (total[enough] / count[enough]) ** 2, 0))
@@ -80,6 +86,8 @@ class GrowthSums:
         if usable.sum() >= 3:
             across, up = np.log(lengths[usable]), np.log(deviations[usable])
             exponent = float(np.polyfit(across, up, 1, w=np.sqrt(count[enough][usable]))[0])
+        largest = np.flatnonzero(enough & (alone > 0))[-1:]
+        coherence = deviations[largest] ** 2 / (alone[largest] / count[largest])
         sequences, tokens = sum(self._lengths.values()), sum(t * c for t, c in self._lengths.items())
         mean, predicted = self._k3 / tokens if tokens else 0.0, math.nan
         if tokens:
@@ -88,6 +96,7 @@ class GrowthSums:
         return Growth(
             deviations=deviations,
             exponent=exponent,
+            coherence=float(coherence[0]) if coherence.size else math.nan,
             ess=self._weights.ess(sequences) if sequences else math.nan,
             ess_predicted=predicted,
             horizon=horizon(mean),
