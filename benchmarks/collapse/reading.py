@@ -35,7 +35,7 @@ CLIP = (0.8, 1.28)
 NAMES = {
     "grad_norm": ("grad_norm",),
     "length": ("response_length/mean",),
-    **{name: (name,) for name in ("entropy", "clip_high", "clip_low")},
+    **{name: (name,) for name in ("entropy", "persistence", "clip_high", "clip_low")},
     **{name: (f"old/{key}", f"current/{key}") for name, key in
        (("k3", "k3"), ("log_ppl", "train_log_ppl"), ("dropped", "masked_token"))},
 }  # fmt: skip
@@ -70,8 +70,7 @@ def read(recipe: Path, folder: Path) -> Iterator[Row]:
             steps=settings.train.steps,
             accuracy=tuple(value for _, value in evaluations),
             half_accuracy=_half_way_down(evaluations),
-            **measured([record for record in records if record["step"] > 0], settings),
-            **from_dump(cell, settings),
+            **(measured([each for each in records if each["step"] > 0], settings) | from_dump(cell, settings)),
         )
 
 
@@ -95,6 +94,7 @@ def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
         "length": _average(_values(trained, "length")),
         "clipped": _average(clipped),
         "growth": second / first if first else NAN,
+        "persistence": _average(_values(early, "persistence")),
         "entropy": _average(_values(late, "entropy")),
         "entropy_k3": float(stats.spearmanr(pairs).statistic) if len(pairs) > 2 else NAN,
         "dropped": _average(_values(trained, "dropped")),

@@ -53,7 +53,7 @@ class Row:
     growth: float = NAN
     """The clipped share of steps 11 to 20 over that of steps 1 to 10."""
     persistence: float = NAN
-    """Mean over that quarter of the metric `persistence` of a job, from a dump."""
+    """Mean over the first quarter of the steps of the metric `persistence`; from a dump, after the full lag."""
     entropy: float = NAN
     """Mean over the last quarter of the steps, nats."""
     entropy_k3: float = NAN
