@@ -3,7 +3,7 @@
 LINES = {"megatron_rc": 44_100, "triton_kernels": 3_145, "tests": 42_600, "benchmarks": 7_400, "": 97_900}
 """Lines of Python below each folder and ("") in all."""
 
-WORDS = 40_400
+WORDS = 40_450
 """Words of the documents in docs/ that are written by hand."""
 
 GENERATED = (
