@@ -5,6 +5,7 @@ python benchmarks/real/page.py
 
 import csv
 import json
+import math
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -48,15 +49,29 @@ SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
 """Rows of the figures, where they were measured."""
 
 
-def rows(file: str = "gap.json") -> dict[str, dict[str, Any]]:
+def rows(file: str = "gap.json", seed: int = 1) -> dict[str, dict[str, Any]]:
     """Choice -> its sums, in the order of ROUNDED."""
     found = json.loads((RESULTS / file).read_text())
-    by_choice = {name.partition("/")[0]: row for name, row in found.items() if name.endswith("/seed-1")}
+    by_choice = {name.partition("/")[0]: row for name, row in found.items() if name.endswith(f"/seed-{seed}")}
     return {name: by_choice[name] for name in ROUNDED if name in by_choice}
 
 
 def number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.3g}"
+
+
+def again() -> str:
+    """k3 of both seeds, their difference in its standard errors, and that of all tokens."""
+    first, lines = rows(), []
+    for name, row in rows(seed=2).items():
+        both = [figures(each["prompts"])["k3"] for each in (first[name], row)]
+        bounds = [interval(each["prompts"], "k3") for each in (first[name], row)]
+        error = math.hypot(*((high - low) / (2 * 1.96) for low, high in bounds))
+        cells = [f"{k3:.3g} ({low:.3g} to {high:.3g})" for k3, (low, high) in zip(both, bounds, strict=True)]
+        pooled = figures([*first[name]["prompts"], *row["prompts"]])
+        z = f"{(both[1] - both[0]) / error:+.1f}"
+        lines.append([f"`{name}`", *cells, z, f"{pooled['k3']:.3g}", f"{pooled['tokens']:,}"])
+    return table(["sampler", "k3, seed 1", "k3, seed 2", "z", "k3 of both", "tokens"], lines)
 
 
 def gaps(found: dict[str, dict[str, Any]]) -> str:
@@ -159,6 +174,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "CUDA_MACHINES": machines(cuda),
         "CUDA_TABLE": gaps(cuda),
         "CUDA_PARTS": parts(cuda),
+        "AGAIN": again(),
         "SGLANG_TABLE": gaps(rows("gap_sglang.json")),
         "RUN_TABLE": steps,
         "PERSISTENCE": f"{sum(persistence) / len(persistence):.2f} ({min(persistence):.2f} to {max(persistence):.2f})",
