@@ -14,18 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import (
-    BODIES,
-    Host,
-    Inspected,
-    Symbol,
-    body_of,
-    definition,
-    inspect_symbols,
-    known_bodies,
-    parameters_of,
-)
-from megatron_rc.versions import find_module
+from megatron_rc.integrations.symbols import BODIES, Host, Inspected, Symbol, inspect_symbols, parameters_of
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -93,11 +82,8 @@ def main() -> int:
     print(f"{host.name}, tested at {host.tested}")
     print("\n".join(line_of(found, tree) for found in inspected))
     if given.record:
-        rows = {f"{path},{body}" for path, bodies in known_bodies().items() for body in bodies}
-        for found in inspected:
-            spec = find_module(found.symbol.module)
-            if spec and spec.origin and (node := definition(Path(spec.origin), found.symbol.name)):
-                rows.add(f"{found.symbol.path},{body_of(node)}")
+        rows = {*BODIES.read_text(encoding="utf-8").splitlines()}
+        rows |= {f"{found.symbol.path},{found.body}" for found in inspected if found.body}
         BODIES.write_text("".join(f"{row}\n" for row in sorted(rows)), encoding="utf-8")
     return int(any(found.problem for found in inspected))
 

@@ -30,8 +30,9 @@ class Accepted:
     def holds(self) -> bool:
         return datetime.date.today() <= self.until
 
-    def __str__(self) -> str:
-        return f"{'accepted until' if self.holds else 'no longer accepted since'} {self.until} ({self.reason})"
+    @property
+    def state(self) -> str:
+        return f"{'accepted until' if self.holds else 'no longer accepted since'} {self.until}"
 
 
 @dataclass(frozen=True)

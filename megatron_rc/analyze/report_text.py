@@ -198,9 +198,13 @@ def accepted(diagnosis: Diagnosis, share: bool) -> list[str]:
     """One sentence for each finding that was accepted, and for each whose acceptance has ended."""
     entries, found = diagnosis.evidence.known.accepted, {each.code: each for each in diagnosis.judgement.accepted}
     counted = {verdict.code for verdict in diagnosis.verdicts}
-    shown = [each for each in entries if each.code in (found if each.holds else counted)]
-    said = {code: "" if share else f": {verdict.sentence}" for code, verdict in found.items()}
-    return [f"{each.code} {each.until if share else each}{said.get(each.code, '')}" for each in shown]
+    lines = []
+    for each in entries:
+        if each.code in (found if each.holds else counted):
+            why = "" if share else f" ({each.reason})"
+            said = f": {found[each.code].sentence}" if each.holds and not share else ""
+            lines.append(f"{each.code} {each.state}{why}{said}")
+    return lines
 
 
 DRIFT_HEAD = ("first tokens", "responses", "tv", "lemma B.5", "bias", "theorem B.1")

@@ -158,10 +158,10 @@ def _news(host: Host, version: str | None) -> list[str]:
     if host.is_newer(version):
         known = " and ".join(host.versions)
         lines.append(f"newer than {known}: its {len(host.symbols)} symbols take what ours pass; nothing else was read")
-    added = [f"{found.symbol.path} takes {', '.join(found.added)}" for found in inspect_symbols(host) if found.added]
+    inspected = inspect_symbols(host)
+    added = [f"{found.symbol.path} takes {', '.join(found.added)}" for found in inspected if found.added]
     lines += [f"new there: {'; '.join(added)}"] * bool(added)
-    changed = [found.symbol.path for found in inspect_symbols(host) if found.changed]
-    if changed:
+    if changed := [found.symbol.path for found in inspected if found.changed]:
         lines.append(
             f"their code is not that of {host.tested}: {', '.join(changed)}; compare a step under correction none with "
             "one of the host alone before you trust the patch"

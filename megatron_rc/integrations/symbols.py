@@ -148,8 +148,14 @@ class Inspected(NamedTuple):
     """Why it cannot be replaced, one sentence; None where it can."""
     added: tuple[str, ...] = ()
     """Optional parameters that the patch does not know."""
-    changed: bool = False
-    """Whether the function does otherwise than in the states of the host that `BODIES` knows."""
+    body: str = ""
+    """`body_of` it; empty where the symbol is missing."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the function does otherwise than in the states of the host that `BODIES` knows."""
+        known = known_bodies().get(self.symbol.path)
+        return known is not None and bool(self.body) and self.body not in known
 
 
 def inspect_symbols(host: Host) -> list[Inspected]:
@@ -168,8 +174,7 @@ def _inspect(symbol: Symbol) -> Inspected:
     added = _added(parameters, symbol.parameters)
     if added is None:
         problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
-    known = known_bodies().get(symbol.path)
-    return Inspected(symbol, parameters, problem, added or (), known is not None and body_of(node) not in known)
+    return Inspected(symbol, parameters, problem, added or (), body_of(node))
 
 
 BODIES = Path(__file__).with_name("bodies.csv")

@@ -1,4 +1,4 @@
-"""A finding that somebody has accepted decides nothing, is still told, and counts again when its date has passed."""
+"""An accepted finding decides nothing, but the report still shows it, and it counts again after its last day."""
 
 import datetime
 import json
@@ -49,7 +49,7 @@ def test_an_accepted_finding_decides_neither_headline_nor_conditions_and_is_stil
 
 def test_what_is_shared_names_neither_the_reason_nor_a_server(stale: Diagnosis) -> None:
     shown = terminal.text(accepting(stale, days=0), share=True)
-    assert f"RC303 {TODAY}" in shown and "cards" not in shown
+    assert f"RC303 accepted until {TODAY}" in shown and "cards" not in shown and "server 3" not in shown
 
 
 def test_after_its_date_the_finding_counts_again_and_the_report_says_so(stale: Diagnosis) -> None:

@@ -93,7 +93,7 @@ def checkpoint(lab: Lab, name: str) -> Path:
 
 
 class Session(NamedTuple):
-    """One server and the lab whose checkpoints it can be told to serve."""
+    """One server, and the lab whose checkpoints it can load."""
 
     lab: Lab
     server: Server

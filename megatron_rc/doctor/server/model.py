@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from megatron_rc.analyze.known import USUAL
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, of_flags
-from megatron_rc.doctor.server.probes import FINE_K3
+from megatron_rc.doctor.server.scores import FINE_K3
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.rollout.sglang.buckets import server_dtype
 from megatron_rc.settings.model import DTYPES
@@ -97,6 +98,10 @@ def served_dtype(facts: Facts) -> str:
     return next((dtype for dtype, precision in DTYPES.items() if precision.name == name), name)
 
 
+def _keeps_another_cache(flags: Any) -> bool:
+    return flags["kv_cache_dtype"] not in ("auto", flags["dtype"])
+
+
 def usual_k3(facts: Facts) -> float:
     """nats per token; the gap up to which healthy dense models of the server's precision were measured.
 
@@ -105,7 +110,7 @@ def usual_k3(facts: Facts) -> float:
     flags = facts.server.flags
     try:
         precision = served_dtype(facts)
-        if flags["quantization"] or flags["kv_cache_dtype"] not in ("auto", flags["dtype"]):
+        if flags["quantization"] or _keeps_another_cache(flags):
             precision = "fp8"
     except Undecided:
         return FINE_K3
@@ -131,7 +136,7 @@ def quantization(facts: Facts) -> Finding:
 
 
 MODEL.add(of_flags("Precision of the key-value cache against that of the model", FlagRule(
-    "kv-cache-dtype", lambda flags: flags["kv_cache_dtype"] not in ("auto", flags["dtype"]),
+    "kv-cache-dtype", _keeps_another_cache,
     "the server keeps keys and values as {args[kv_cache_dtype]}, which shifts every log-prob; the trainer keeps none",
     "Start the server with --kv-cache-dtype auto.", severity="warning",
     good="keys and values are kept in the precision of the model")))  # fmt: skip

@@ -7,13 +7,11 @@ import numpy as np
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import ServerFacts
-from megatron_rc.doctor.server.scores import Logprobs, Rescore, Scores, exact_share, k3, measure
+from megatron_rc.doctor.server.scores import FINE_K3, Logprobs, Rescore, Scores, exact_share, k3, measure
 
 Probes = Registry[Scores]
 PROBES = Probes("probes")
 
-FINE_K3 = 1e-3
-"""nats per token. NeMo-RL's documentation calls a gap below this healthy; in bf16 it may be larger (`usual_k3`)."""
 BROKEN_K3 = 0.015
 """nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
 OWN_FACTOR = 3.0
@@ -97,10 +95,9 @@ def _floor(alone: Logprobs, together: Logprobs, compared: str, other: str, fix: 
     floor = k3(together - alone)
     share = exact_share(together, alone)
     found = f"{compared} differ by k3 {floor:.1e}, {share:.0%} of {len(alone)} tokens are exactly equal"
-    fine = max(FINE_K3, usual)
-    if floor <= fine:
+    if floor <= usual:
         return good(f"{found}; this is the floor that no change of the {other} removes")
-    return (error if floor > max(BROKEN_K3, fine) else warning)(f"{found}, which is more than {fine:.1g}", fix)
+    return (error if floor > max(BROKEN_K3, usual) else warning)(f"{found}, which is more than {usual:.1g}", fix)
 
 
 @PROBES.check
@@ -122,16 +119,17 @@ def triangle(scores: Scores) -> Finding:
     said = f"k3 over {len(scores.decode)} tokens: {numbers}"
     # what the precision explains shows in the server itself, too
     within = max(FINE_K3, FLOOR_FACTOR * floor, min(scores.usual, OWN_FACTOR * gaps["decode-prefill"]))
-    limits = dict.fromkeys(gaps, within) | {"decode-prefill": max(FINE_K3, FLOOR_FACTOR * floor, scores.usual)}
-    limit, large = max(limits.values()), [gap > limits[name] for name, gap in gaps.items()]
-    if not any(large):
+    limits = dict.fromkeys(gaps, within) | {"decode-prefill": max(FLOOR_FACTOR * floor, scores.usual)}
+    limit, large = max(limits.values()), {name: gap > limits[name] for name, gap in gaps.items()}
+    if not any(large.values()):
         own = max(ROUNDING_K3, floor, gaps["decode-prefill"])
         if gaps["prefill-trainer"] > ROUNDING_FACTOR * own:
             return note(f"{said}; all are small, but equal weights in equal precision would be closer", TRAINER)
         return good(f"{said}; all are at most {limit:.1e}, and the trainer is as close as the server's own rounding")
-    verdict, fix = _guilty(*large)
+    verdict, fix = _guilty(*large.values())
+    passed = min(limits[name] for name in gaps if large[name])
     level: Callable[[str, str], Finding] = error if max(gaps.values()) > max(BROKEN_K3, limit) else warning
-    return level(f"{verdict}; {said}, where {min(limits.values()):.1e} is allowed", fix)
+    return level(f"{verdict}; {said}, where {passed:.1e} is allowed", fix)
 
 
 def _guilty(decode_prefill: bool, prefill_trainer: bool, decode_trainer: bool) -> tuple[str, str]:

@@ -14,8 +14,8 @@ import numpy as np
 from megatron_rc.analyze import chunk
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, warning
 from megatron_rc.doctor.server.facts import ServerFacts, TrainerFacts
-from megatron_rc.doctor.server.probes import BROKEN_K3, FINE_K3
-from megatron_rc.doctor.server.scores import Logprobs, fresh_gap, k3
+from megatron_rc.doctor.server.probes import BROKEN_K3
+from megatron_rc.doctor.server.scores import FINE_K3, Logprobs, fresh_gap, k3
 from megatron_rc.rollout.sglang import control
 from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
 from megatron_rc.rollout.sglang.http import Background, Server

@@ -31,7 +31,7 @@ def epochs_of_rows(
 
 
 def _joined(turns: Sequence[Sequence[int]]) -> list[int]:
-    """The row of turns each of which repeats those before it, and alone knows the epochs of what it generated."""
+    """One row of several turns: each repeats those before it, and only it knows the epochs of its own tokens."""
     row = [UNKNOWN] * len(turns[-1])
     for turn in turns:
         row[: len(turn)] = [new if old == UNKNOWN else old for old, new in zip(row, turn, strict=False)]

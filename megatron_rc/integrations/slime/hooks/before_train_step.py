@@ -148,7 +148,7 @@ def before_train_step(
     if opt_param_scheduler not in _runs:
         _runs[opt_param_scheduler] = _Run(args, settings, rollout_id, start, opt_param_scheduler)
     run = _runs[opt_param_scheduler]
-    # miles repeats a rollout whose update it had to discard
+    # miles trains on a rollout again after it has discarded the update of that rollout
     if rollout_id > run.rollout_id:
         run.begin(rollout_id, signals, getattr(args, "save", None))
         for sentence in run.rule.news if is_first_process() else ():
