@@ -269,8 +269,8 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
     folder = _warm_folders(grid)[seed]
     with locked(folder / ".lock", wait=True):
         if not (folder / "hf/config.json").is_file():
-            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": DEFAULT_ENGINE}
-            data = _changed(_fields(grid, {}), changes)
+            changes = {"train.steps": 0, "train.save_hf": True, "rollout.engine": DEFAULT_ENGINE}
+            data = _changed(_fields(grid, {}), changes | {"output": str(folder), "train.seed": seed})
             data.pop("moe", None)
             _train(grid, data, folder)
         _check_warmed(grid, folder)

@@ -1,6 +1,7 @@
 """Texts as token ids: the tokenizer of a checkpoint, its chat template, and what ends a response."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -69,3 +70,14 @@ def _uses_template(tokenizer: Any, choice: str) -> bool:
     if choice == "always" and not tokenizer.chat_template:
         raise ValueError(f"chat_template is 'always', but tokenizer {tokenizer.name_or_path!r} has no chat template")
     return choice != "never" and bool(tokenizer.chat_template)
+
+
+_TOKENIZER = "tokenizer* vocab.* merges.txt *.model *.tiktoken special_tokens_map.json added_tokens.json"
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copy the tokenizer, the chat template and what ends a response, as far as ``source`` has them."""
+    for pattern in (*_TOKENIZER.split(), "chat_template*", "generation_config.json"):
+        for path in Path(source).glob(pattern) if Path(source).resolve() != target.resolve() else ():
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)

@@ -15,6 +15,7 @@ from megatron_rc.learning_rate.rule import resume, state_of
 from megatron_rc.learning_rate.scale import LRScale, Signals
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks import Task
+from megatron_rc.tasks.chat import copy_tokenizer
 from megatron_rc.training import checkpoint
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
@@ -83,6 +84,8 @@ class Job:
                 self.queue.end()
         if self.settings.train.save_hf:
             self.policy.save_weights(self.output / "hf")
+            if self.groups.is_writer and (source := self.settings.model.hf_path):
+                copy_tokenizer(source, self.output / "hf")
         self.observers.report()
 
     def restore(self, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs import DENSE, MOE, ROOT, letters_task, run_together, settings_file
+from jobs import DENSE, MOE, ROOT, letters_task, run_together, settings_file, tiny_job
 from launch_scripts import write_script
 from report_pages import write_all
 
@@ -128,6 +128,17 @@ def test_a_cell_of_other_settings_is_refused_or_run_anew_and_a_cell_branches_off
     assert (shown.train.lr, shown.branch) == (1e-3, f"{plain}:1")
     changed = [json.loads(line) for line in (rescued / "settings_changes.jsonl").read_text().splitlines()]
     assert {("correction.weight", 1), ("branch", 1)} <= {(row["name"], row["step"]) for row in changed}
+
+
+def test_cells_start_from_a_warm_up_that_has_the_tokenizer_of_its_model_and_save_no_weights(tmp_path: Path) -> None:
+    train = {**JOB["train"], "steps": 1, "save_hf": False}
+    job = schema.load_yaml(tiny_job(tmp_path, {**JOB, "train": train})) | {"task": JOB["task"]}
+    config = settings_file(tmp_path, {"job": job, "axes": {"arm": {"plain": {}}}, "output": str(tmp_path / "out")})
+    ((status, said),) = run_together([["grid", str(config)]], tmp_path)
+    assert status == 0, said
+    warm, source = tmp_path / "out/warm/seed-1/hf", tmp_path / "hf"
+    assert (warm / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out/plain/seed-1/report.html").is_file() and not (tmp_path / "out/plain/seed-1/hf").exists()
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.name)
