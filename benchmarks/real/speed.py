@@ -1,6 +1,6 @@
 """The time in which the embedded engine samples 48 responses of a real model, per dtype, as a table of docs/real.md.
 
-python benchmarks/real/speed.py runs/real/smollm2        # writes benchmarks/real/results/speed.md
+python benchmarks/real/speed.py runs/real/smollm2        # writes benchmarks/real/results/speed_FLAG.md
 """
 
 import sys
@@ -55,4 +55,5 @@ def table(model: str) -> str:
 
 
 if __name__ == "__main__":
-    replace_text(RESULTS / "speed.md", table(sys.argv[1]))
+    flags = machine()["flags"].split()[0]
+    replace_text(RESULTS / f"speed_{flags}.md", table(sys.argv[1]))

@@ -6,12 +6,13 @@ from typing import NamedTuple
 class Column(NamedTuple):
     meaning: str
     kind: str = "number"
-    """number, flag, text, or id: an integer that only names something."""
+    """number, flag, text, id (an integer that only names something), or computed: it is never read from a file."""
 
 
 TOKEN_COLUMNS = {
     "loss_mask": Column("the token counts in the loss; without it every token does", "flag"),
-    "position": Column("position in the response, from 0; computed, never read"),
+    "position": Column("position in the response, from 0", "computed"),
+    "draws": Column("from top_rollout_logprobs: how the token was drawn from what the sampler logged", "computed"),
     "entropy": Column("entropy of the trainer's policy, nats, at the training temperature and support"),
     "varentropy": Column("variance of -log pi under the trainer's policy, nats^2"),
     "top1_prob": Column("largest probability of the trainer's policy"),
@@ -23,6 +24,9 @@ TOKEN_COLUMNS = {
     "routes_shifted": Column("share of the MoE layers whose experts differ between sampler and trainer"),
 }
 """Columns with one value per token."""
+
+READ_TOKEN_COLUMNS = {name: column for name, column in TOKEN_COLUMNS.items() if column.kind != "computed"}
+"""Those that a file may have."""
 
 SEQUENCE_COLUMNS = {
     "step": Column("training step", "id"),

@@ -10,6 +10,7 @@ from megatron_rc.analyze.chunk import Chunk, Flags, Floats, damaged, loss_tokens
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.statistics.alignment import LagSums
+from megatron_rc.analyze.statistics.draws import DrawSums, Outside
 from megatron_rc.analyze.statistics.factors import FACTORS
 from megatron_rc.analyze.statistics.growth import Growth, GrowthSums
 from megatron_rc.analyze.statistics.honesty import Honesty, honesty
@@ -77,6 +78,8 @@ class Evidence:
     """Whether the responses were chosen by their rewards; if so, the honesty tests decide nothing."""
     known: Known = field(default_factory=Known)
     """What the user knows about the sides."""
+    draws: dict[str, Outside] | None = None
+    """Whether the sampler drew from what it logged; None without its top log-probs."""
     course: Timeline | None = None
     """The course over the steps, with p-values before the correction; None with too few steps."""
 
@@ -91,6 +94,7 @@ class Evidence:
             *(t for panel in panels for t in panel.tests),
             *self.factor_tests.values(),
             self.sign_test,
+            *(one.test for one in (self.draws or {}).values() if one.test),
             *(self.course.tests if self.course else ()),
         ]
 
@@ -156,7 +160,7 @@ class Gathering:
         self._profiles: dict[str, ProfileSums] = {}
         self._heat = np.zeros((HEAT_EDGES.size + 1, HEAT_EDGES.size + 1))
         self._reservoir = Reservoir()
-        self._outcomes = OutcomeSums()
+        self._outcomes, self._draws = OutcomeSums(), DrawSums()
 
     def add(self, chunk: Chunk) -> None:
         self._outcomes.add(chunk)
@@ -179,6 +183,7 @@ class Gathering:
             pairs = np.rec.fromarrays([chunk.sequences["server"], chunk.sequences["step"]])
             self._cells.add(pairs, rows)
         self._lags.add(chunk)
+        self._draws.add(chunk)
         self._tokens.add(chunk.log_ratio)
         self._weights.add(self._growth.add(chunk))
         for profile in self._profiles.values():
@@ -236,6 +241,7 @@ class Gathering:
             sample=sample,
             outcome_filter=self._outcomes.outcome_filter(self._columns),
             known=self._known,
+            draws=self._draws.draws(),
         )
         return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 

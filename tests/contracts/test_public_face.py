@@ -106,8 +106,8 @@ def printed(example: Path) -> str:
     return done.stdout
 
 
-# the loop that exists learns little from its old rollouts, one batch teaches nothing, and the others have a test each
-APART = ("existing_loop", "correct_a_batch", "patch_existing_loop", "replay_routes")
+# the loop that exists learns little from its old rollouts, one batch teaches nothing, the others have a test each
+APART = ("existing_loop", "correct_a_batch", "patch_existing_loop", "replay_routes", "rollout_correction")
 LEARNING = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in APART)
 
 

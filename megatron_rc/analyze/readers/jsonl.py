@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import IDS, NUMBERS, read_rows
@@ -15,7 +15,7 @@ from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, 
 
 ARROW = {"number": pa.float64(), "flag": pa.bool_(), "id": pa.int64(), "text": pa.string()}
 SCHEMA = (
-    {RENAMED.get(name, name): pa.list_(ARROW[column.kind]) for name, column in TOKEN_COLUMNS.items()}
+    {RENAMED.get(name, name): pa.list_(ARROW[column.kind]) for name, column in READ_TOKEN_COLUMNS.items()}
     | {name: ARROW[column.kind] for name, column in SEQUENCE_COLUMNS.items()}
     | {LOG_PI: NUMBERS, LOG_MU: NUMBERS, PROMPT: IDS, VERSIONS: pa.list_(pa.struct([(n, pa.int64()) for n in SPAN]))}
 )
@@ -27,7 +27,7 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     log_pi, log_mu = (rows.log_probs(record.get(name), name) for name in (LOG_PI, LOG_MU))
     tokens: dict[str, NDArray[Any]] = {}
     sequence = {}
-    for name, column in TOKEN_COLUMNS.items():
+    for name, column in READ_TOKEN_COLUMNS.items():
         value = record.get(RENAMED.get(name, name))
         # advantage may be per token or per sequence: a list is per token
         if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list | np.ndarray)):

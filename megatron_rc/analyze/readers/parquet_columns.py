@@ -10,25 +10,27 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printable
 from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
+from megatron_rc.analyze.statistics.draws import came_before, draws_of
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
 WITHOUT_OLD_PASS = "; a training job computes them with correction.old: recompute alone"
 RENAMED = {"token_id": "output_ids"}
 """Names in the file of the columns that have another name here."""
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
+TOP_IDS, TOP_LOGPROBS = "top_ids", "top_rollout_logprobs"
 SPAN = ("version", "start", "end")
 TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
-    RENAMED.get(name, name): column.kind for name, column in TOKEN_COLUMNS.items()
+    RENAMED.get(name, name): column.kind for name, column in READ_TOKEN_COLUMNS.items()
 }
 """Columns with a list per row, by their names in the file, with the kind of their values."""
 
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
     """Names of the columns that an analysis reads; UnreadableFile for a missing, duplicate or wrong one."""
-    known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT]
+    known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT, TOP_IDS, TOP_LOGPROBS]
     names = [name for name in dict.fromkeys(known) if name in schema.names]
     for needed in (LOG_PI, LOG_MU):
         if needed not in names:
@@ -69,6 +71,9 @@ def _expected(name: str, kind: pa.DataType) -> str:
         return "" if names.issuperset(SPAN) else "a list of spans {version, start, end}"
     if name == PROMPT:
         return "" if _is_list(kind) else "a list of integers"
+    if name in (TOP_IDS, TOP_LOGPROBS):
+        listed = _is_list(kind) and _is_list(kind.value_type) and _is_number(kind.value_type.value_type)
+        return "" if listed else "a list of lists of numbers"
     if name in TOKENS and _is_list(kind):
         return "" if _is_number(_plain(kind.value_type)) else "a list of numbers"
     if name not in SEQUENCE_COLUMNS:
@@ -125,7 +130,7 @@ def _faults(table: pa.Table) -> dict[int, str]:
 def _chunk(table: pa.Table) -> Chunk:
     lengths = _lengths(table[LOG_MU])
     in_file = _token_columns(table)
-    tokens = {n: _flat(table[RENAMED.get(n, n)]) for n in TOKEN_COLUMNS if RENAMED.get(n, n) in in_file}
+    tokens = {n: _flat(table[RENAMED.get(n, n)]) for n in READ_TOKEN_COLUMNS if RENAMED.get(n, n) in in_file}
     if "loss_mask" in tokens:
         tokens["loss_mask"] = tokens["loss_mask"].astype(bool)
     if _is_filled(table, VERSIONS) and "version" not in tokens:
@@ -138,7 +143,24 @@ def _chunk(table: pa.Table) -> Chunk:
     if _is_filled(table, PROMPT):
         sequences.setdefault("prompt_length", _lengths(table[PROMPT]))
     log_pi, log_mu = (_flat(table[name]).astype(np.float64) for name in (LOG_PI, LOG_MU))
-    return Chunk(log_pi, log_mu, np.concatenate([[0], np.cumsum(lengths)]), tokens, sequences)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    if (top := _listed(table, TOP_LOGPROBS, lengths)) is not None:
+        ids, came = _listed(table, TOP_IDS, lengths) if "token_id" in tokens else None, None
+        if ids is not None and ids.shape == top.shape:
+            came = came_before(ids.astype(np.int64), tokens["token_id"].astype(np.int64), cu_seqlens)
+        tokens["draws"] = draws_of(top, log_mu, came)
+    return Chunk(log_pi, log_mu, cu_seqlens, tokens, sequences)
+
+
+def _listed(table: pa.Table, name: str, lengths: NDArray[np.int64]) -> NDArray[Any] | None:
+    """[N, k] numbers per token, NaN (0 for ids) where a token lists fewer; None unless every token has a list."""
+    if not _is_filled(table, name) or (_lengths(table[name]) != lengths).any():
+        return None
+    per_token = pc.list_flatten(table[name])
+    counts, values = np.maximum(0, _lengths(per_token)), _flat(per_token)
+    out = np.full((len(counts), int(counts.max(initial=0))), 0 if name == TOP_IDS else np.nan, values.dtype)
+    out[np.arange(out.shape[1]) < counts[:, None]] = values
+    return out if out.size else None
 
 
 def _is_filled(table: pa.Table, name: str) -> bool:

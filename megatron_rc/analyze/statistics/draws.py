@@ -1,0 +1,164 @@
+"""Do the draws follow the distribution that was logged? Exact tests on the sampler's own top log-probs, without pi.
+
+With q the logged distribution of a token, known on its k most probable ids, honest draws have for every set of ids
+
+    P(the token is in the set) = q(set)           sets: what a filter would drop, ids that came before in the response
+    E[log q(token)] = E_q[log q]                  on the listed ids outside of the set, given that the token is there
+
+The difference of the second is the slope of the log-likelihood of q^beta at beta = 1, which a sampler at another
+temperature draws from: 1 + sum / information is one step of Newton towards its beta.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk, Flags, Floats, Integers
+from megatron_rc.analyze.statistics.significance import Test, normal_p, self_normalised
+
+NOTHING, SEEN = "nothing", "seen before"
+FILTERS = (
+    *(("top-p", p) for p in (0.8, 0.9, 0.95, 0.99)), *(("top-k", k) for k in (20, 50)), ("min-p", 0.05), ("min-p", 0.1)
+)  # fmt: skip
+SETS = (NOTHING, *(f"{kind} {value:g}" for kind, value in FILTERS), SEEN)
+"""Sets of ids by what drops them: nothing, a filter, or having come before in the response."""
+_numbers = ("f4", (len(SETS),))
+DTYPE = np.dtype([(name, *_numbers) for name in ("drawn", "mass", "score", "information")])
+"""The column `draws` of a token, by set: whether it was drawn, its probability q; and outside of it, the token's log q
+minus the mean, and the variance."""
+FEWEST_EXPECTED = 10.0
+"""A set is tested from this variance of the number of draws on."""
+_TIE = 1e-5  # nats: equal logits stay equal
+_BLOCK = 16_384  # tokens at a time, so that memory stays small
+
+
+def draws_of(top: Floats, log_mu: Floats, came: Flags | None = None) -> NDArray[Any]:
+    """[N] of DTYPE; all is 0 for a set whose end the listed ids do not reach.
+
+    Args:
+        top: [N, k] nats, the sampler's log-probs of its most probable ids in any order, -inf or NaN where fewer.
+        log_mu: [N] nats, the drawn token's own.
+        came: [N, k]: the listed id came before in the response.
+    """
+    out = np.zeros(len(log_mu), DTYPE)
+    for start in range(0, len(log_mu), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        _fill(out[rows], np.nan_to_num(top[rows], nan=-np.inf), log_mu[rows], None if came is None else came[rows])
+    return out
+
+
+def _fill(out: NDArray[Any], top: Floats, log_mu: Floats, came: Flags | None) -> None:
+    order = np.argsort(-top, axis=1, kind="stable")
+    log_q = np.take_along_axis(top, order, axis=1).astype(np.float64)
+    q, drawn = np.exp(log_q), log_mu[:, None].astype(np.float64)
+    logs, mass = np.where(q > 0, log_q, 0), q.sum(1)
+    lowest = np.where(q > 0, log_q, 0.0).min(1)
+    tail, listed = np.maximum(0.0, 1 - mass), log_mu >= lowest - _TIE
+    # ids of equal probability have the rank, and the mass before them, of the first of them
+    first = np.ones(q.shape, bool)
+    first[:, 1:] = logs[:, :-1] - logs[:, 1:] > _TIE
+    rank = np.maximum.accumulate(np.where(first, np.arange(q.shape[1]), 0), axis=1)
+    before = np.take_along_axis(np.cumsum(q, 1) - q, rank, axis=1)
+    above = log_q > drawn + _TIE
+    drawn_before, drawn_rank = np.where(above, q, 0).sum(1), above.sum(1)
+    for number, name in enumerate(SETS):
+        dropped, beyond, was, known = np.zeros(q.shape, bool), tail, ~listed, np.ones(len(q), bool)
+        if name == SEEN:
+            if came is None:
+                continue
+            dropped = np.take_along_axis(came, order, axis=1)
+            same = np.abs(log_q - drawn) <= _TIE
+            # of several ids of equal probability, the share that came before
+            beyond, was = 0 * tail, (same & dropped).sum(1) / np.maximum(1, same.sum(1))
+        elif name != NOTHING:
+            kind, bound = FILTERS[number - 1]
+            least = log_q[:, :1] + math.log(bound) - _TIE
+            if kind == "top-p":
+                known, dropped, was = mass >= bound, before >= bound, drawn_before >= bound
+            elif kind == "top-k":
+                known, dropped, was = (q > 0).sum(1) >= bound, rank >= bound, drawn_rank >= bound
+            else:
+                known, dropped, was = lowest <= least[:, 0], log_q < least, log_mu < least[:, 0]
+        out["drawn"][:, number] = known * was
+        out["mass"][:, number] = known * np.minimum(1.0, (q * dropped).sum(1) + beyond)
+        kept = q * ~dropped
+        share = kept / np.maximum(kept.sum(1), 1e-300)[:, None]
+        mean, outside = (share * logs).sum(1), (known & listed) * (1.0 - was)
+        out["score"][:, number] = outside * (np.maximum(log_mu, lowest - _TIE) - mean)
+        out["information"][:, number] = outside * np.maximum(0.0, (share * logs**2).sum(1) - mean**2)
+
+
+def came_before(top_ids: Integers, output_ids: Integers, cu_seqlens: Integers) -> Flags:
+    """[N, k]: an id of ``top_ids`` [N, k] is among the tokens of its response before it."""
+    out = np.zeros(top_ids.shape, bool)
+    never = np.iinfo(np.int64).max
+    first = np.full(1 + max(top_ids.max(initial=0), output_ids.max(initial=0)), never)
+    for start, end in _spans(cu_seqlens):
+        ids = output_ids[start:end]
+        first[ids[::-1]] = np.arange(len(ids))[::-1]
+        out[start:end] = first[top_ids[start:end]] < np.arange(len(ids))[:, None]
+        first[ids] = never
+    return out
+
+
+def _spans(cu_seqlens: Integers) -> Iterator[tuple[int, int]]:
+    yield from zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """One set: how often it was drawn, and the temperature of the draws outside of it."""
+
+    drawn: float
+    expected: float
+    """Draws that the logs promise."""
+    beta: float
+    """Power of the logged distribution that the other tokens were drawn from: 1 / T of a temperature that is not in the
+    logs."""
+    beta_error: float
+    test: Test | None
+    """One-sided: fewer draws than the logs say; of the set "nothing", that beta is 1. None with too few expected."""
+
+    @property
+    def share(self) -> float:
+        """Draws as a share of those expected."""
+        return self.drawn / self.expected if self.expected else math.nan
+
+
+class DrawSums:
+    """Sums over tokens with the column `draws`."""
+
+    def __init__(self) -> None:
+        self._sums = {name: np.zeros(len(SETS)) for name in (*DTYPE.names, "variance")} if DTYPE.names else {}
+        self._squares = self._largest = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        if "draws" not in chunk.tokens:
+            return
+        found = chunk.tokens["draws"]
+        for name in DTYPE.names or ():
+            self._sums[name] += found[name].sum(0, dtype=np.float64)
+        self._sums["variance"] += (found["mass"] * (1.0 - found["mass"])).sum(0, dtype=np.float64)
+        squares = found["score"][:, 0].astype(np.float64) ** 2
+        self._squares, self._largest = self._squares + squares.sum(), max(self._largest, squares.max(initial=0.0))
+
+    def draws(self) -> dict[str, Outside] | None:
+        """By set; None without a token that has other listed ids than its own."""
+        out = {}
+        for number, name in enumerate(SETS):
+            drawn, expected, score, information, variance = (float(sums[number]) for sums in self._sums.values())
+            test = None
+            if name == NOTHING:
+                if not information:
+                    return None
+                test = self_normalised("temperature of the draws", score, self._squares, self._largest)
+            elif variance >= FEWEST_EXPECTED:
+                z = min(0.0, drawn - expected + 0.5) / math.sqrt(variance)
+                test = Test(f"draws beyond {name}", z, normal_p(-z, two_sided=False))
+            beta, error = (1 + score / information, information**-0.5) if information else (math.nan, math.inf)
+            out[name] = Outside(drawn, expected, beta, error, test)
+        return out

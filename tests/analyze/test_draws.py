@@ -1,0 +1,170 @@
+"""Draws against the sampler's own top log-probs: exact by enumeration, right on faults, silent on honest samplers."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, world
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.statistics.draws import SETS, came_before, draws_of
+from megatron_rc.engine import HiddenSampling, SamplingParams
+from megatron_rc.rollout.embedded.engine import EmbeddedEngine
+
+K = 64
+
+
+def test_over_all_tokens_every_set_is_drawn_as_often_as_its_mass_and_the_score_has_mean_0_and_its_variance() -> None:
+    random = np.random.default_rng(0)
+    logits = np.round(3 * random.normal(size=(6, 40)), 1)  # many ids are equally probable
+    for log_q in log_softmax(logits):
+        came = np.broadcast_to(random.random(40) < 0.3, (40, 40))
+        found = draws_of(np.tile(log_q, (40, 1)), log_q, came)
+        q = np.exp(log_q)[:, None]
+        np.testing.assert_allclose((q * found["drawn"]).sum(0), found["mass"][0], atol=1e-5)
+        np.testing.assert_allclose((q * found["score"]).sum(0), 0, atol=1e-5)
+        # an id that came before shares the place of its equals, so that its score is a mean
+        squares, information = ((q * values).sum(0)[:-1] for values in (found["score"] ** 2, found["information"]))
+        np.testing.assert_allclose(squares, information, atol=1e-4)
+        assert (found["mass"][:, SETS.index("top-k 20")] == found["mass"][0, SETS.index("top-k 20")]).all()
+
+
+def test_a_set_that_reaches_beyond_the_listed_ids_is_known_where_they_reach_its_edge() -> None:
+    log_q = np.sort(log_softmax(np.random.default_rng(1).normal(size=(1, 60)) * 3))[:, ::-1]
+    whole, head = (draws_of(np.tile(log_q[:, :k], (60, 1)), log_q[0]) for k in (60, 25))
+    reached = [name for name, mass in zip(SETS, head["mass"][0], strict=True) if mass > 0]
+    assert {"top-k 20", "min-p 0.1", "top-p 0.9"} <= {*reached} and "top-k 50" not in reached
+    for name in reached[1:]:
+        number = SETS.index(name)
+        for field in ("mass", "drawn"):
+            np.testing.assert_allclose(head[field][:, number], whole[field][:, number], atol=1e-6)
+    assert head["mass"][0, 0] == pytest.approx(np.exp(log_q[0, 25:]).sum(), abs=1e-6)
+
+
+def test_ids_that_came_before_are_those_of_the_same_response() -> None:
+    ids, cu_seqlens = np.array([5, 3, 5, 3, 7]), np.array([0, 3, 5])
+    found = came_before(np.tile([3, 5, 7, 9], (5, 1)), ids, cu_seqlens)
+    assert found.astype(int).tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def logged(w: Any, drawn_from: np.ndarray, ids: np.ndarray | None = None) -> Chunk:
+    """Drawn from [N, V] log-probs, logged with those of the sampler, and with its K most probable ids."""
+    log_mu = log_softmax(w.noisy)
+    ids = draw(w.random, drawn_from) if ids is None else ids
+    chunk = chunk_of(w, ids, log_softmax(w.logits), log_mu)
+    top = np.argsort(-log_mu, axis=1)[:, :K]
+    listed = np.take_along_axis(log_mu, top, axis=1)
+    columns = {"draws": draws_of(listed, chunk.log_mu, came_before(top, ids, chunk.cu_seqlens)), "token_id": ids}
+    return Chunk(chunk.log_pi, chunk.log_mu, chunk.cu_seqlens, columns, chunk.sequences)
+
+
+def without_repetition(w: Any) -> np.ndarray:
+    """[N] ids of a sampler that lowers the logits of ids that came before by one nat."""
+    ids = np.zeros(len(w.noisy), dtype=np.int64)
+    for start, end in pairwise(np.searchsorted(w.sequence, np.arange(w.sequence[-1] + 2))):
+        lowered = np.zeros(w.noisy.shape[1])
+        for row in range(start, end):
+            ids[row] = draw(w.random, w.noisy[row : row + 1] - lowered)[0]
+            lowered[ids[row]] = 1.0
+    return ids
+
+
+def only(log_probs: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    return np.where(keep, log_probs, -np.inf)
+
+
+FAULTS = {
+    "temperature 0.9": (lambda q: q / 0.9, "about 0.9"),
+    "temperature 1.15": (lambda q: q / 1.15, "about 1.1"),
+    "temperature 0.4": (lambda q: q / 0.4, "or less"),
+    **{f"top-p {p}": (lambda q, p=p: only(q, kept(q, p)), f"beyond top-p {p} ") for p in (0.8, 0.9, 0.95, 0.99)},
+    "top-k 20": (lambda q: only(q, q >= np.sort(q, 1)[:, -20:-19]), "beyond top-k 20 "),
+    **{
+        f"min-p {m}": (lambda q, m=m: only(q, q >= q.max(1, keepdims=True) + np.log(m)), f"beyond min-p {m} ")
+        for m in (0.05, 0.1)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_the_sampler_did_after_it_had_logged_is_named(name: str) -> None:
+    change, said = FAULTS[name]
+    w = world(3, sequences=160 if name == "top-p 0.99" else 48)
+    found = diagnosed(logged(w, change(log_softmax(w.noisy))))
+    assert levels(found) == {"RC109": Level.BUG}
+    assert said in found.verdicts[0].sentence
+
+
+def test_a_penalty_on_repetitions_that_is_not_in_the_logs_is_named() -> None:
+    w = world(4, sequences=48)
+    found = diagnosed(logged(w, w.noisy, without_repetition(w)))
+    assert levels(found) == {"RC109": Level.BUG} and "of ids that came before" in found.verdicts[0].sentence
+
+
+def test_an_honest_sampler_is_never_accused_whatever_the_trainer_does() -> None:
+    for seed in range(24):
+        w = world(seed, noise=(0.03, 0.6)[seed % 2], sequences=24)
+        assert "RC109" not in levels(diagnosed(logged(w, log_softmax(w.noisy)), select=("RC109",))), seed
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        (HiddenSampling(), None),
+        (HiddenSampling(temperature=0.8), "about 0.8"),
+        (HiddenSampling(top_p=0.9), "beyond top-p 0.9 "),
+    ],
+)
+def test_a_file_of_a_real_engine_is_read_and_its_hidden_sampling_named(
+    hidden: HiddenSampling, said: str | None, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40}
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, initializer_range=0.25))
+    engine = EmbeddedEngine({"model_type": "qwen3", **shape, **heads}, dtype="fp32", device="cpu")
+    engine.update_weights(model.state_dict().items(), 0)
+    params = SamplingParams(max_new_tokens=20, top_logprobs=16, hidden=hidden)
+    samples = engine.generate([[i, 3] for i in range(10)], params, n=20, seeds=range(200))
+    noise = np.random.default_rng(0)
+    lists = {
+        "old_logprobs": [(s.logprobs + noise.normal(0, 1e-3, len(s.logprobs))).clip(max=0).tolist() for s in samples],
+        "rollout_logprobs": [list(s.logprobs) for s in samples],
+        "output_ids": [list(s.output_ids) for s in samples],
+        "top_ids": [s.top_ids.tolist() for s in samples],
+        "top_rollout_logprobs": [s.top_rollout_logprobs.tolist() for s in samples],
+    }
+    pq.write_table(pa.table(lists), tmp_path / "step-000001.parquet")
+    found = diagnose_dump(tmp_path)
+    assert found.evidence.draws is not None and found.evidence.has("draws")
+    codes = levels(found)
+    if said is None:
+        assert "RC109" not in codes
+    else:
+        assert codes["RC109"] is Level.BUG and said in found.verdicts[0].sentence
+
+
+def test_a_file_without_them_judges_no_draws_and_one_of_another_type_is_refused(tmp_path: Path) -> None:
+    lists: dict[str, Any] = {"old_logprobs": [[-1.0, -2.0]], "rollout_logprobs": [[-1.0, -2.0]]}
+    for name, top, read in (
+        ("none", None, False),
+        ("ragged", [[[-1.0, -3.0], [-2.0]]], True),
+        ("few", [[[-1.0]]], False),
+    ):
+        table = pa.table(lists | ({} if top is None else {"top_rollout_logprobs": top}))
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        found = diagnose_dump(tmp_path / f"{name}.parquet")
+        assert (found.evidence.draws is not None) == read, name
+        assert ("RC109" in found.judgement.not_run) != read, name
+    pq.write_table(pa.table(lists | {"top_rollout_logprobs": [[-1.0, -2.0]]}), tmp_path / "flat.parquet")
+    with pytest.raises(ValueError, match="'top_rollout_logprobs' must be a list of lists of numbers"):
+        diagnose_dump(tmp_path / "flat.parquet")
