@@ -81,6 +81,9 @@ VERL = ("0.9", "0.10")
 NEMO_RL = ("0.6",)
 """Releases of NeMo-RL that `patch("nemo-rl")` knows."""
 
+MS_SWIFT = ("4.6",)
+"""Releases of ms-swift that `patch("ms-swift")` knows."""
+
 PYTHON_OF_MEGATRON_LM = Range("3.12", "3.14")
 PYTHON_OF_VERL = Range("3.10", "3.12")
 PYTHON_OF_NEMO_RL = Range("3.13", "3.13")
@@ -149,7 +152,7 @@ def megatron_core_version() -> str | None:
 
 
 def stated_version(module: str) -> str | None:
-    """MAJOR.MINOR.PATCH and PRE_RELEASE in a module that is not imported; None where they are absent."""
+    """__version__, or MAJOR.MINOR.PATCH and PRE_RELEASE, of a module that is not imported; None if it has neither."""
     spec = find_module(module)
     if spec is None or spec.origin is None:
         return None
@@ -160,6 +163,8 @@ def stated_version(module: str) -> str | None:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    if "__version__" in constants:
+        return str(constants["__version__"])
     numbers = [constants.get(part) for part in ("MAJOR", "MINOR", "PATCH")]
     return None if None in numbers else ".".join(map(str, numbers)) + str(constants.get("PRE_RELEASE", ""))
 

@@ -1,9 +1,9 @@
 """The host codebases that `patch` and `megatron-rc doctor` know."""
 
-from megatron_rc.integrations import megatron_lm, megatron_training, miles, nemo_rl, slime, verl
+from megatron_rc.integrations import megatron_lm, megatron_training, miles, ms_swift, nemo_rl, slime, verl
 from megatron_rc.integrations.symbols import Host
 
-_FOLDERS = (megatron_lm, megatron_training, slime, miles, verl, nemo_rl)
+_FOLDERS = (megatron_lm, megatron_training, slime, miles, verl, nemo_rl, ms_swift)
 HOSTS: dict[str, Host] = {folder.HOST.name: folder.HOST for folder in _FOLDERS}
 """By name. None of these folders imports its host or torch before a function of it is replaced."""
 

@@ -20,7 +20,7 @@ PROOFS = ("own code", "recorded", "stand-in", "refused")
 TREES = {
     "slime": "SLIME_DIR", "miles": "MILES_DIR", "verl": "VERL_DIR", "nemo-rl": "NEMO_RL_DIR",
     "megatron-lm": "MEGATRON_LM_DIR", "megatron-training": "", "prime-rl": "PRIME_RL_DIR", "skyrl": "SKYRL_DIR",
-    "trl": "TRL_DIR",
+    "trl": "TRL_DIR", "ms-swift": "",
 }  # fmt: skip
 """Host -> the variable that names its source tree to the tests; releases of megatron-training come from wheels."""
 INTRODUCTION = """# What ran, for each host

@@ -1,0 +1,75 @@
+"""The host ms-swift: GRPO of its Megatron trainer, corrected in every training process by a plugin of two lines.
+
+`--external_plugins` runs a file in every process before the trainer is made; there `patch("ms-swift", ...)` replaces
+
+1. `_init_rollout_engine`, which refuses what cannot be honoured and switches the host's weights on;
+2. `_compute_rollout_offpolicy_metrics`, which the loss calls with both log-probs of a micro-batch: it corrects it;
+3. `_apply_rollout_importance_sampling`, whose weights the host multiplies into its loss.
+
+docs/hosts/ms_swift.md has the recipe.
+"""
+
+from functools import partial
+from importlib import import_module
+
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
+from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
+from megatron_rc.versions import MS_SWIFT, stated_version
+
+OURS = f"{__name__}.hooks"
+TRAINER = "swift.megatron.trainers.grpo_trainer"
+MODE = "rollout_importance_sampling_mode"
+
+RULES = (
+    FlagRule("two-corrections", lambda args: getattr(args, MODE), f"--{MODE} {{found}} counts pi / mu a second time",
+        f"Drop --{MODE}.", good="one correction at most acts", made_by="patched runs"),
+    FlagRule("two-corrections", lambda args: getattr(args, MODE) == "sequence_mask",
+        f"--{MODE} sequence_mask keeps token weights without a bound in the sequences that it keeps",
+        "Use token_truncate, or the correction seq-mask-tis of megatron_rc.", severity="warning",
+        made_by="unpatched runs"),
+    FlagRule("loss-type", lambda args: args.loss_type == "real", "--loss_type real multiplies no weights into its loss",
+        "Use grpo, dapo, bnpo, dr_grpo or cispo.", good="the loss reads the weights", made_by="patched runs"),
+    FlagRule("temperature", lambda args: args.temperature <= 0,
+        "a greedy sampler has no log-prob that the trainer's could be compared with", "Set --temperature above 0.",
+        good="the sampler's temperature is above 0"),
+    FlagRule("top-p-top-k", lambda args: args.top_p not in (None, 1) or (args.top_k or -1) > 0,
+        "the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
+        "Set --top_p 1 and --top_k -1.", good="tokens are sampled from the whole vocabulary", severity="warning"),
+    *MEGATRON_RULES,
+)  # fmt: skip
+DEFAULTS = {**MEGATRON_DEFAULTS, MODE: None, "loss_type": "grpo", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""Arguments that the rules read, with the host's own defaults."""
+
+SYMBOLS = tuple(
+    Symbol(TRAINER, f"MegatronGRPOTrainer.{name}", parameters, replaced_by(OURS, ours), summary)
+    for name, parameters, ours, summary in (
+        ("_init_rollout_engine", "self", "init_rollout_engine",
+         "refuses what cannot be honoured, and switches weights and metrics on"),
+        ("_compute_rollout_offpolicy_metrics", "self, per_token_logps, rollout_per_token_logps, completion_mask",
+         "offpolicy_metrics", "corrects a micro-batch, and adds metrics of megatron_rc"),
+        ("_apply_rollout_importance_sampling", "self, rollout_log_ratio, completion_mask", "weights",
+         "returns the weights of the correction"),
+        ("_compute_is_correction_metrics", "self, rollout_log_ratio, is_weights, completion_mask", "no_metrics",
+         "leaves out the host's metrics of a threshold that does not act"),
+    )
+)  # fmt: skip
+
+HOST = Host(
+    name="ms-swift",
+    summary="ms-swift (`megatron rlhf --rlhf_type grpo`)",
+    module=TRAINER,
+    symbols=SYMBOLS,
+    versions=MS_SWIFT,
+    read_version=partial(stated_version, "swift.version"),
+    prepare=lambda correction, lr_rule: import_module(OURS).prepare(correction, lr_rule),
+    tested="4.6.0 and commit 3602360a562b",
+    differences=(
+        "weights are 0 at corrupt log-probs and rejected tokens, which stay in all denominators; as the host's own, "
+        "they multiply the KL term of a token, too",
+        "metrics are under rollout_correction/rc/; those of the host's own threshold are left out",
+    ),
+    flag_rules=RULES,
+    flag_defaults=DEFAULTS,
+    without_rl=r"--rlhf_type[ =](dpo|kto|rm|gkd)|\bmegatron (sft|pt|export)",
+    where="Run pip install ms-swift, or put a clone of modelscope/ms-swift on PYTHONPATH.",
+)
