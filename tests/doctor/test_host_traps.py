@@ -17,7 +17,8 @@ from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.slime.settings import flag
 
-LM, TRAINING = "megatron-lm", "megatron-training"
+LM, TRAINING, SWIFT = "megatron-lm", "megatron-training", "ms-swift"
+SWIFT_PATCHED = "-m megatron_rc patch --rc-host ms-swift --rc-preset token-tis rlhf.py"
 REPLAY = "--moe-enable-routing-replay"
 STEP = "--perform-rl-step --rl-inference-logprobs-is-correction"
 RL = f"{STEP} --rl-importance-sampling-truncation-coef 2"
@@ -68,6 +69,12 @@ TRAPPED = [
     (LM, "captured-denominator", f"{PATCHED} --cuda-graph-impl full_iteration", "error", "first batch"),
     (LM, "replayed-routes", f"{RL} {REPLAY}", "warning", "never hands the sampler's routes"),
     (LM, "stale-policies", f"{RL} --rl-partial-rollouts", "note", "several versions"),
+    (SWIFT, "two-corrections", f"{SWIFT_PATCHED} --rollout_importance_sampling_mode token_mask", "error", "token_mask"),
+    (SWIFT, "two-corrections", "--rollout_importance_sampling_mode sequence_mask", "warning", "without a bound"),
+    (SWIFT, "loss-type", f"{SWIFT_PATCHED} --loss_type real", "error", "multiplies no weights"),
+    (SWIFT, "temperature", "--temperature 0", "error", "greedy"),
+    (SWIFT, "top-p-top-k", "--top_p 0.9", "warning", "does not return the ids"),
+    (SWIFT, "top-p-top-k", "--top_k 20", "warning", "does not return the ids"),
     ("slime", "ratio-counted-twice", "--use-tis --use-rollout-logprobs", "error", "already is pi / mu"),
     ("slime", "temperature", "--rollout-temperature 0", "error", "greedy"),
     ("slime", "top-p-top-k", "--rollout-top-k 50", "error", "different sets"),
