@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.settings import FAMILY, SLIME
-from megatron_rc.integrations.slime.tis_arguments import hands_over_both
+from megatron_rc.integrations.slime.settings import FAMILY, SLIME, hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
 CALLER = "def policy_loss_function(args, batch, logits, sum_of_sample_mean):\n    "

@@ -77,8 +77,11 @@ HOST = Host(
 )
 
 
+_FILES = {"check": "enable", "pg_loss_reducer": "tis", "before_log_prob": "rollout_data"}
+"""Hook -> its file in hooks/, where that has another name."""
+
+
 def __getattr__(name: str) -> Any:
     if name not in HOOKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "enable" if name == "check" else name
-    return getattr(import_module(f"{__name__}.hooks.{module}"), name)
+    return getattr(import_module(f"{__name__}.hooks.{_FILES.get(name, name)}"), name)

@@ -4,9 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.scheduler_rule import settings_of
-from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, judges_advantages, names, read
+from megatron_rc.integrations.slime.settings import (
+    HOOKS,
+    KEY,
+    flag,
+    judges_advantages,
+    names,
+    read,
+    whole_rollout_settings,
+)
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.rule import LRRule, by_mismatch
 from megatron_rc.learning_rate.scale import RuleSettings
@@ -26,23 +34,13 @@ def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, wh
             "signal of lr_rule must be 'length': the others need old 'recompute', and a hook that sees a whole "
             "rollout before its update, which slime has"
         )
-    pooled = _pooled(correction)
+    pooled = whole_rollout_settings(correction)
     if pooled and not whole_rollouts:
         raise ValueError(f"{pooled}: no hook of this host sees a whole rollout before its update")
     # tis keeps the host's own loss
     hook = "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
     hook = "rollout_data" if pooled or by_mismatch(lr_rule) else hook
     return [hook] + ["before_train_step"] * (lr_rule is not None)
-
-
-def _pooled(correction: RolloutCorrection) -> str:
-    """What must change for a hook that sees one micro-batch; "" where nothing must."""
-    pooled = {
-        "normalize must be 'none'": correction.normalize == "batch",
-        "max_k3 must be unset": correction.max_k3 is not None,
-        "reject must not use 'standardized'": correction.judges(STANDARDIZED),
-    }
-    return next((sentence for sentence, needed in pooled.items() if needed), "")
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:

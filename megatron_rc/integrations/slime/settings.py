@@ -1,16 +1,21 @@
 """Settings of the hooks, the `megatron_rc:` section of the --custom-config-path file, and the hosts that take them."""
 
+import ast
 import json
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
+from megatron_rc.integrations.symbols import definition
 from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
 from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
+from megatron_rc.versions import find_module
 
 KEY, _HERE = "megatron_rc", "megatron_rc.integrations.slime"
 ROUTE_SHIFT = "route_shift"
@@ -104,3 +109,36 @@ def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:
 def judges_advantages(correction: RolloutCorrection) -> bool:
     """Whether a rejection looks at the sign of an advantage."""
     return any(rejection.reads_advantages for rejection in correction.reject)
+
+
+def whole_rollout_settings(correction: RolloutCorrection) -> str:
+    """What must change for a hook that sees one micro-batch; "" where nothing must."""
+    changes = {
+        "normalize must be 'none'": correction.normalize == "batch",
+        "max_k3 must be unset": correction.max_k3 is not None,
+        "reject must not use 'standardized'": correction.judges(STANDARDIZED),
+    }
+    return next((change for change, needed in changes.items() if needed), "")
+
+
+@cache
+def hands_over_both() -> bool:
+    """Whether every host that is found passes current log-probs and advantages to tis; False without its source.
+
+    Read once: hooks ask for every micro-batch.
+    """
+    specs = [spec for spec in (find_module(member.tis_caller) for member in FAMILY) if spec is not None]
+    files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
+    both = {"current_log_probs", "advantages"}
+    return bool(specs) and len(files) == len(specs) and all(both.issubset(arguments_of_tis(file)) for file in files)
+
+
+def arguments_of_tis(file: Path) -> Iterator[str]:
+    """Names of the arguments that a host's file passes to tis: the keys of its dictionary tis_kwargs."""
+    caller = definition(file, "policy_loss_function")
+    for node in ast.walk(caller) if caller is not None else ():
+        match node:
+            case ast.Assign(targets=[ast.Name(id="tis_kwargs")], value=ast.Dict(keys=keys)):
+                yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id="tis_kwargs"), slice=ast.Constant(value=key))]):
+                yield str(key)

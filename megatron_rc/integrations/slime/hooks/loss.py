@@ -11,11 +11,11 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
-from megatron_rc.integrations.slime.hooks.pg_loss_reducer import Reduce, reducer
+from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.log_metrics import logged, route_shift
+from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
@@ -55,10 +55,8 @@ def loss(
 
     current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
     train = current.detach() if correction.old != "recompute" or old is None else old
-    applied = measuring(correction) if in_advantages(args, settings) else correction
-    shift = route_shift(args, settings, layout)
     tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
-    corrected = correct_tokens(tokens, applied, advantages, shift)
+    corrected, metrics = correct_micro_batch(args, settings, tokens, not in_advantages(args, settings), advantages)
     ours = names(args, "pg_loss_reducer")
     reduce = reducer(args, *lengths, batch["loss_masks"]) if ours else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)
@@ -67,7 +65,6 @@ def loss(
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = logged(tokens, corrected, shift)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
