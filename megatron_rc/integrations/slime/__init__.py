@@ -19,8 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, SLIME_RULES
-from megatron_rc.integrations.slime.hook_choice import recipe
-from megatron_rc.integrations.slime.settings import HOOKS, SLIME
+from megatron_rc.integrations.slime.settings import HOOKS, SLIME, recipe
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 

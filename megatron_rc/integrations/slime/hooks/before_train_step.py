@@ -117,14 +117,11 @@ def before_train_step(
 ) -> None:
     """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
-    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs.
-
-    The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
-    rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
-    k3 come from rollout_data alone. The host's checkpoints hold the rule's state next to the scheduler's. Where
-    none would give it back (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in
-    megatron_rc_lr_rule.json next to the checkpoints of --save; that of --load is read when the checkpoint has none.
-    tis and loss log the metrics of the rule.
+    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
+    those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
+    the loss. The host's checkpoints hold the rule's state next to the scheduler's. Where none would give it back
+    (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in megatron_rc_lr_rule.json
+    next to the checkpoints of --save; that of --load is read when the checkpoint has none.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.

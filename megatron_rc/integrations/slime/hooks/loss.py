@@ -149,19 +149,14 @@ def _scale(reduce: Reduce, like: Tensor) -> Tensor:
 
 def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_mask: Tensor) -> Tensor:
     """[N] the host's estimate of KL(pi || ref) by --kl-loss-type, times current / old under --use-unbiased-kl."""
-    gap = torch.where(loss_mask, current - reference, 0)
-    if args.kl_loss_type == "k1":
-        kl = gap
-    elif args.kl_loss_type == "k2":
-        kl = gap.square() / 2
-    elif args.kl_loss_type in ("k3", "low_var_kl"):
-        if args.kl_loss_type == "low_var_kl":
-            # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
-            gap = gap.clamp(-80, 80)
-        kl = k3(-gap)
-    else:
-        raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
+    kind, gap = args.kl_loss_type, torch.where(loss_mask, current - reference, 0)
+    if kind not in ("k1", "k2", "k3", "low_var_kl"):
+        raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {kind!r}")
+    if kind == "low_var_kl":
+        # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
+        gap = gap.clamp(-80, 80)
+    kl = gap if kind == "k1" else gap.square() / 2 if kind == "k2" else k3(-gap)
     if args.use_unbiased_kl:
         kl = kl * torch.where(loss_mask, current - old, 0).exp()
     # both hosts clamp their low_var_kl at 10
-    return kl.clamp(-10, 10) if args.kl_loss_type == "low_var_kl" else kl
+    return kl.clamp(-10, 10) if kind == "low_var_kl" else kl
