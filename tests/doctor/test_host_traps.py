@@ -9,8 +9,8 @@ import pytest
 from flag_traps import traps
 
 from megatron_rc import RolloutCorrection, schema
+from megatron_rc.doctor.host.environment import flag_checks
 from megatron_rc.doctor.host.flags import Arguments, Flags
-from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS

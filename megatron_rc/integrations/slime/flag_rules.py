@@ -5,9 +5,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, ROUTER_FUSION, FlagRule, refuse, uncorrected_rules
+from megatron_rc.integrations.flag_rules import (
+    MEGATRON_DEFAULTS,
+    ROUTER_FUSION,
+    FlagRule,
+    refuse,
+    refused,
+    uncorrected_rules,
+)
 from megatron_rc.integrations.hf_checkpoint import read_checkpoint
-from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
 from megatron_rc.integrations.slime.settings import (
     HOOKS,

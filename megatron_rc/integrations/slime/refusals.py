@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
-from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.refusals import refuse_correction, refused
+from megatron_rc.integrations.flag_rules import FlagRule, refuse_correction, refused
 from megatron_rc.integrations.slime.settings import (
     ROUTE_SHIFT,
     SlimeSettings,
