@@ -54,7 +54,9 @@ def loss(
     loss_mask = layout.local(batch["loss_masks"]).bool()
 
     current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
-    train = current.detach() if correction.old != "recompute" or old is None else old
+    # of the host's ratio, and of the importance ratio
+    before = current.detach() if old is None else old
+    train = current.detach() if correction.old == "rollout" else before
     tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
     corrected, metrics = correct_micro_batch(args, settings, tokens, not in_advantages(args, settings), advantages)
     ours = names(args, "pg_loss_reducer")
@@ -64,7 +66,7 @@ def loss(
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
 
     # a masked row may hold anything, and 0 times NaN is NaN
-    log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
+    log_ratio = torch.where(loss_mask, (current - before).detach(), 0)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
@@ -79,7 +81,7 @@ def loss(
             total = total - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
         reference = layout.joined("ref_log_probs", batch.get("ref_log_probs"), "--ref-load must be set")
-        kl_loss = sum_of_sample_mean(_kl(args, current, train if old is None else old, reference, loss_mask))
+        kl_loss = sum_of_sample_mean(_kl(args, current, before, reference, loss_mask))
         log["kl_loss"] = kl_loss.detach().clone()
         total = total + args.kl_loss_coef * kl_loss
     log["loss"] = total.detach().clone()
