@@ -101,7 +101,9 @@ def _logprobs(
     flat = logits.reshape(-1, logits.shape[-1])
     rows = layout.logits_rows(logits.device)
     targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
-    targets = targets.index_copy(0, rows, layout.targets(batch["unconcat_tokens"]).long())
+    samples = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
+    responses = layout.local([ids[len(ids) - length :] for ids, length in samples])
+    targets = targets.index_copy(0, rows, responses.long())
     # rows without a loss token cost nothing
     counted = torch.zeros(len(flat), dtype=torch.bool, device=logits.device).index_copy(0, rows, loss_mask)
     with_entropy = bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True)
