@@ -45,13 +45,13 @@ class SchedulerRule:
         self._of_instance = {n: vars(opt_param_scheduler)[n] for n in _METHODS if n in vars(opt_param_scheduler)}
         opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict = self._state_dict, self._load_state_dict
 
-    def begin(self, signals: Signals) -> None:
-        """Begin the next rollout's optimizer steps; the first rank logs what was decided."""
+    def begin(self, signals: Signals, rollout: int | None = None) -> None:
+        """Begin the next rollout's optimizer steps; the first rank logs what was decided, for ``rollout``."""
         from megatron_rc.collectives import is_first_process  # doctor reads the tables of hosts without torch
 
         self.rule.begin(signals)
         for sentence in self.rule.news if is_first_process() else ():
-            _logger.warning("rollout %d: %s", self.rule.rollouts, sentence)
+            _logger.warning("rollout %d: %s", self.rule.rollouts if rollout is None else rollout, sentence)
 
     def undo(self) -> None:
         """Give the scheduler its own learning rate, state_dict and load_state_dict back; raises as `LRScale.detach`."""

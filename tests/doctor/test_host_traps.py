@@ -9,8 +9,8 @@ import pytest
 from flag_traps import traps
 
 from megatron_rc import RolloutCorrection, schema
+from megatron_rc.doctor.host.environment import flag_checks
 from megatron_rc.doctor.host.flags import Arguments, Flags
-from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS
@@ -116,23 +116,23 @@ def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
 DECAY_9: dict[str, object] = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
 HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("hook-train-backend", f"{TIS_ON} --train-backend fsdp", {}, "must be megatron, got fsdp"),
-    ("hook-statistic", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "ratio, k2.*'mine'"),
-    ("hook-batch-mean", TIS_ON, {"correction": NORMALISED}, "one micro-batch.*--rollout-data-postprocess-path"),
-    ("hook-batch-mean", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
-    ("hook-measured-upper", TIS_ON, {"correction": {"weight": {"upper": "measured"}}}, "keeps no bound"),
-    ("hook-surrogate", TIS_ON, {"correction": "centered"}, "centering must be 'none' in a hook, which gets no top"),
-    ("hook-surrogate", TIS_ON, {"correction": "cispo"}, "surrogate must be null or 'ppo' in a hook, which has its own"),
-    ("hook-versions", TIS_ON, {"correction": {"weight": {"growth": "sqrt_lag"}}}, "growth must not be used in a hook"),
-    ("hook-mean-k3", TIS_ON, {"correction": "standardized"}, "one micro-batch at a time and has no mean_k3"),
-    ("hook-max-k3", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
+    ("hook-correction", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "'mine'.*ratio, k2"),
+    ("hook-micro-batch", TIS_ON, {"correction": NORMALISED}, "one micro-batch.*--rollout-data-postprocess-path"),
+    ("hook-micro-batch", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
+    ("hook-correction", TIS_ON, {"correction": {"weight": {"upper": "measured"}}}, "keeps no bound"),
+    ("hook-correction", TIS_ON, {"correction": "centered"}, "centering must be 'none' in a hook, which gets no top"),
+    ("hook-correction", TIS_ON, {"correction": "cispo"}, "surrogate must be null or 'ppo' in a hook"),
+    ("hook-correction", TIS_ON, {"correction": {"weight": {"growth": "sqrt_lag"}}}, "growth must not be used in"),
+    ("hook-micro-batch", TIS_ON, {"correction": "standardized"}, "'standardized' in a hook that sees one micro-batch"),
+    ("hook-micro-batch", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
     ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
     ("tis-old", TIS_ON, {"correction": {"old": "rollout"}}, "'recompute' for tis.*--custom-loss-function-path"),
-    ("tis-double-ratio", f"{TIS_ON} --use-rollout-logprobs", {"correction": {"preset": "token-tis", "old": "rollout"}},
+    ("hook-double-ratio", f"{TIS_ON} --use-rollout-logprobs", {"correction": {"preset": "token-tis", "old": "rollout"}},
      "count it twice"),
     ("tis-advantages", TIS_ON,
      {"correction": {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}},
      "sees no advantages.*--custom-loss-function-path"),
-    ("loss-double-ratio", f"{LOSS_ON} --use-rollout-logprobs",
+    ("hook-double-ratio", f"{LOSS_ON} --use-rollout-logprobs",
      {"correction": {"preset": "token-tis", "old": "rollout"}}, "count it twice"),
     ("loss-estimator", f"{LOSS_ON} --advantage-estimator gspo", {}, "gspo for loss.*--custom-tis-function-path"),
     ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
@@ -212,7 +212,7 @@ def test_slime_s_check_refuses_what_doctor_calls_an_error(flags: str, tmp_path: 
 
 def test_doctor_lists_every_mistake_of_the_hooks_at_once(tmp_path: Path) -> None:
     given = with_key(tmp_path, f"{LOSS_ON} --use-tis --use-opsm {DECAY_ON}", {"correction": NORMALISED})
-    assert refused_errors(given).keys() == {"hook-batch-mean", "loss-and-tis", "loss-opsm", "lr-rule-missing"}
+    assert refused_errors(given).keys() == {"hook-micro-batch", "loss-and-tis", "loss-opsm", "lr-rule-missing"}
 
 
 FREE = [
@@ -295,7 +295,7 @@ def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
     config.write_text("megatron_rc: {correction: {preset: token-tis, normalize: batch}}\n")
     found = traps("slime", given)
     assert found["batch-normalised-weights"].status == "good"
-    assert found["hook-batch-mean"].status == "error" and "normalize" in found["hook-batch-mean"].found
+    assert found["hook-micro-batch"].status == "error" and "normalize" in found["hook-micro-batch"].found
     config.unlink()
     assert not traps("slime", given)["hook-settings"].decided
 

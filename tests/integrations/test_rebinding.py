@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_rc.integrations.rebinding import rebind
+from megatron_rc.integrations.installed import rebind
 
 SOURCE = """
 from collections import OrderedDict

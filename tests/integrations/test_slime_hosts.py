@@ -17,10 +17,17 @@ from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS as KNOWN
 from megatron_rc.integrations.patching import patch
-from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hooks.enable import check
-from megatron_rc.integrations.slime.settings import FAMILY, HOOKS, SlimeSettings, flag, names, read
-from megatron_rc.integrations.slime.tis_arguments import arguments_of_tis
+from megatron_rc.integrations.slime.settings import (
+    FAMILY,
+    HOOKS,
+    SlimeSettings,
+    arguments_of_tis,
+    assignments,
+    flag,
+    names,
+    read,
+)
 from megatron_rc.integrations.symbols import Host, inspect_symbols
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 

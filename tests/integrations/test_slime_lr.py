@@ -260,16 +260,6 @@ def test_a_decay_begins_with_the_first_rollout_that_trains_the_actor() -> None:
     assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
 
 
-def test_a_torn_write_leaves_the_state_of_the_rollout_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(settings(decay={"decay_period": 2}, save=str(tmp_path)))
-    run.rollout(0, [9])
-    with monkeypatch.context() as broken:
-        broken.setattr("os.replace", lambda source, target: (_ for _ in ()).throw(OSError("disk is full")))
-        with pytest.raises(OSError, match="disk is full"):
-            run.rollout(1, [9])
-    assert [*json.loads((tmp_path / STATE_FILE).read_text())] == ["0"]
-
-
 def test_a_repeated_rollout_counts_once_and_one_without_update_counts_too() -> None:
     run = Run(settings(decay={"decay_period": 4}))
     for number in (0, 1, 1, 1):

@@ -231,7 +231,8 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         assert layout.cu_seqlens(torch.device("cpu")).diff().tolist() == [len(part) for part in batch["log_probs"]]
         # the row of a token is that of the logits which predict it, and its target is the token itself
         logits = batch["logits"].reshape(-1, batch["logits"].shape[-1])
-        rows, targets = layout.logits_rows(torch.device("cpu")), layout.targets(whole.tokens)
+        rows = layout.logits_rows(torch.device("cpu"))
+        targets = layout.local([ids[prompt:] for ids, prompt in zip(whole.tokens, whole.prompts, strict=True)])
         found = logits[rows].log_softmax(-1).gather(1, targets[:, None])[:, 0]
         expected = [
             logits.log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]

@@ -22,8 +22,7 @@ from megatron_rc.integrations import slime
 from megatron_rc.integrations.flag_rules import _WithDefaults
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS
-from megatron_rc.integrations.slime.hook_choice import assignments, recipe
-from megatron_rc.integrations.slime.settings import HOOKS, flag, names, read
+from megatron_rc.integrations.slime.settings import HOOKS, assignments, flag, names, read, recipe
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import MismatchSettings

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.settings import FAMILY, SLIME
-from megatron_rc.integrations.slime.tis_arguments import hands_over_both
+from megatron_rc.integrations.slime.settings import FAMILY, SLIME, hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
 CALLER = "def policy_loss_function(args, batch, logits, sum_of_sample_mean):\n    "
@@ -215,12 +214,3 @@ def test_a_corrupt_or_impossible_token_leaves_every_name_finite(monkeypatch: pyt
         found = named(key, log_probs=train, rollout_log_probs=sampled)
         assert all(values.isfinite().all() for values in found.values())
         assert found["mis_kl"][0] == 0 and found["mis_kl"][8] == 20
-
-
-def test_the_current_policy_over_the_old_one_is_ois(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(monkeypatch)
-    batch, samples = batch_of(Case()), whole()
-    shifted = {"log_probs": [each - 0.25 for each in batch["log_probs"]]}
-    reduce = samples.sum_of_sample_mean()
-    logs = [slime.loss(ours(Case()), {**batch, **given}, batch["logits"], reduce)[1] for given in ({}, shifted)]
-    assert logs[1]["ois"] / logs[0]["ois"] == pytest.approx(torch.tensor(0.25).exp().item(), rel=1e-5)

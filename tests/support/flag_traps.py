@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from megatron_rc.doctor.host.environment import flag_checks
 from megatron_rc.doctor.host.facts import read_hosts
 from megatron_rc.doctor.host.flags import Flags
-from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations.hosts import HOSTS
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
+from megatron_rc.integrations.flag_rules import refuse_correction
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
-from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import LRRule

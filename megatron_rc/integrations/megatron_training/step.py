@@ -15,10 +15,9 @@ from torch import Tensor
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
-from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import LRRule, mismatch_signals

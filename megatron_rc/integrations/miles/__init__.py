@@ -8,8 +8,7 @@ from functools import partial
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.flag_rules import MILES_RULES
-from megatron_rc.integrations.slime.hook_choice import recipe
-from megatron_rc.integrations.slime.settings import MILES
+from megatron_rc.integrations.slime.settings import MILES, recipe
 from megatron_rc.versions import version_of_tree
 
 HOST = replace(

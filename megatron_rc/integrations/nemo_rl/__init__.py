@@ -28,11 +28,11 @@ _SETUP = "master_config, tokenizer, dataset, val_dataset, processor=None"
 SYMBOLS = (
     Symbol(GRPO, "setup", f"{_SETUP}, policy_factory=None", replaced_by(f"{OURS}.driver", "setup"),
         "refuses what cannot be honoured, and builds the policy whose `train` corrects every rollout"),
-    Symbol("nemo_rl.algorithms.ppo", "setup", _SETUP, replaced_by(f"{OURS}.refusals", "refuse_trainer"),
+    Symbol("nemo_rl.algorithms.ppo", "setup", _SETUP, replaced_by(f"{OURS}.session", "refuse_trainer"),
         "refuses run_ppo.py, whose rollouts are not corrected"),
     Symbol("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller",
         "master_config, tokenizer, *, processor=None, partition_id='rollout_data'",
-        replaced_by(f"{OURS}.refusals", "refuse_trainer"),
+        replaced_by(f"{OURS}.session", "refuse_trainer"),
         "refuses run_grpo_single_controller.py, whose rollouts are never whole on one process"),
     Symbol(POLICY, "Policy.__init__",
         "self, cluster, config, tokenizer, name_prefix='lm_policy', workers_per_node=None, init_optimizer=True, "

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_rc import schema
 from megatron_rc.correction.correct import correct
+from megatron_rc.integrations.flag_rules import value_at
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
-from megatron_rc.integrations.nemo_rl.refusals import demanded, refuse
-from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings
+from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings, refuse
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import mismatch_signals
@@ -42,7 +42,8 @@ def setup(
     if policy_factory is not None:
         raise ValueError("policy_factory must be None in a patched run, which passes its own")
     session.used = True
-    own = "; the host's own importance weight is taken off the loss" * demanded(master_config)
+    weighted = session.correction is not None and value_at(master_config, "loss_fn.use_importance_sampling_correction")
+    own = "; the host's own importance weight is taken off the loss" * bool(weighted)
     rule = "" if session.lr_rule is None else f", {session.lr_rule}"
     print(f"megatron_rc is on in this run of NeMo-RL: {session.correction}{rule}{own}", flush=True)
     factory = partial(make_policy, session)

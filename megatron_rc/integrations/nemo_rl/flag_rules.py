@@ -29,7 +29,24 @@ def _is_fp8(args: Any) -> bool:
 _PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
 
 SAMPLING_RULES = sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode")
-"""A patched run with a correction refuses these mistakes, too."""
+DATA_PLANE = FlagRule("data-plane", lambda args: args["data_plane.enabled"],
+    "with the data plane no rollout is on the process that runs the script, where it is corrected",
+    "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script",
+    made_by="patched runs")  # fmt: skip
+"""A patched run refuses it."""
+CORRECTED_RULES = (
+    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
+        "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
+        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist", made_by="patched runs"),
+    FlagRule("two-corrections", lambda args: args[_TRUNCATION] is not None,
+        f"{_TRUNCATION}={{args[{_TRUNCATION}]}} would correct the same gap twice",
+        f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs"),
+    FlagRule("two-corrections",
+        lambda args: args[_CORRECTION] and not args["grpo.async_grpo.enabled"] and args[f"{_VLLM}.precision"] != "fp8",
+        f"{_CORRECTION} counts pi / mu a second time",
+        f"Set {_CORRECTION}=false.", made_by="patched runs"),
+)  # fmt: skip
+"""Mistakes of a patched run with a correction, which refuses them and those of SAMPLING_RULES."""
 RULES = (
     *SAMPLING_RULES,
     FlagRule("fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
@@ -77,23 +94,11 @@ RULES = (
         "far from 1 for long responses",
         f"Set {_CORRECTION}=false and {_PATCH.replace('token-tis', 'geo-mask')}.",
         good="no weight is a product over a sequence", severity="warning", made_by="unpatched runs"),
-    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
-        "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
-        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist", made_by="patched runs"),
+    DATA_PLANE,
+    *CORRECTED_RULES,
     FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
         "force_on_policy_ratio sets the ratio to 1 and leaves out the log-probs before the update, so the gap to the "
         "sampler is not measured",
         "Set loss_fn.force_on_policy_ratio=false.", severity="note", made_by="unpatched runs"),
-    FlagRule("data-plane", lambda args: args["data_plane.enabled"],
-        "with the data plane no rollout is on the process that runs the script, where it is corrected",
-        "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script",
-        made_by="patched runs"),
-    FlagRule("two-corrections", lambda args: args[_TRUNCATION] is not None,
-        f"{_TRUNCATION}={{args[{_TRUNCATION}]}} would correct the same gap twice, and the run stops",
-        f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs"),
-    FlagRule("two-corrections",
-        lambda args: args[_CORRECTION] and not args["grpo.async_grpo.enabled"] and args[f"{_VLLM}.precision"] != "fp8",
-        f"{_CORRECTION} counts pi / mu a second time, and the run stops",
-        f"Set {_CORRECTION}=false.", made_by="patched runs"),
 )  # fmt: skip
 """Read at commit 7ea279abfbeb."""

@@ -1,13 +1,17 @@
-"""Session: the state of one patch of nemo-rl on the process that runs the script, and what the patch cannot honour."""
+"""Session: the state of one patch of nemo-rl on the process that runs the script, and what a patched run refuses."""
 
 import logging
 import sys
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.refusals import refuse_correction
+from megatron_rc.integrations.flag_rules import refuse_by_path, refuse_correction, value_at
+from megatron_rc.integrations.nemo_rl.flag_rules import CORRECTED_RULES, DATA_PLANE, DEFAULTS, SAMPLING_RULES
 from megatron_rc.integrations.scheduler_rule import settings_of
+from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule
 
 KEY = "megatron_rc"
@@ -58,3 +62,32 @@ def refuse_settings(correction: RolloutCorrection, lr_rule: LRRule | None) -> No
             f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
         )
     refuse_correction(correction, "host 'nemo-rl'")
+
+
+def refuse(session: Session, config: Any) -> None:
+    """Refuse a configuration (MasterConfig) that the patch cannot work with, by the first key that must change."""
+    at = partial(value_at, config)
+    corrects, decays = session.correction is not None, session.lr_rule is not None
+    weight = session.correction.weight if session.correction is not None else None
+    refuse_by_path([DATA_PLANE, *(CORRECTED_RULES + SAMPLING_RULES) * corrects], at, DEFAULTS)
+    for wrong, sentence in (
+        (corrects and at("loss_fn.score_centering"), "loss_fn.score_centering must be false next to the correction of "
+         "megatron_rc: its term is centred for the host's own weights"),
+        (at("loss_fn.sequence_level_importance_ratios") and weight is not None and weight.level != "geometric",
+         "weight.level must be 'geometric' with loss_fn.sequence_level_importance_ratios, whose ratio is the geometric "
+         f"mean over the sequence, got {weight.level if weight else None!r}"),
+        (decays and not at("policy.megatron_cfg.enabled"), "policy.megatron_cfg.enabled must be true for lr_rule, "
+         "which scales Megatron's scheduler"),
+        (decays and at("policy.quant_cfg") is not None, "policy.quant_cfg must be null for lr_rule: its workers are "
+         "not those that have the rule"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(sentence)
+
+
+def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:
+    """Replaces the setup of a trainer that the patch does not correct: it always raises ValueError."""
+    raise ValueError(
+        f"nemo-rl is corrected in examples/run_grpo.py and scripts like it, not in {original.__module__}: drop "
+        "`megatron_rc patch`, or run GRPO with data_plane.enabled=false"
+    )

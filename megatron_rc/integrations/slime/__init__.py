@@ -19,8 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, SLIME_RULES
-from megatron_rc.integrations.slime.hook_choice import recipe
-from megatron_rc.integrations.slime.settings import HOOKS, SLIME
+from megatron_rc.integrations.slime.settings import HOOKS, SLIME, recipe
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
@@ -77,8 +76,11 @@ HOST = Host(
 )
 
 
+_FILES = {"check": "enable", "pg_loss_reducer": "tis", "before_log_prob": "rollout_data"}
+"""Hook -> its file in hooks/, where that has another name."""
+
+
 def __getattr__(name: str) -> Any:
     if name not in HOOKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "enable" if name == "check" else name
-    return getattr(import_module(f"{__name__}.hooks.{module}"), name)
+    return getattr(import_module(f"{__name__}.hooks.{_FILES.get(name, name)}"), name)

@@ -5,12 +5,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, ROUTER_FUSION, FlagRule, refuse, uncorrected_rules
+from megatron_rc.integrations.flag_rules import (
+    MEGATRON_DEFAULTS,
+    ROUTER_FUSION,
+    FlagRule,
+    refuse,
+    refused,
+    uncorrected_rules,
+)
 from megatron_rc.integrations.hf_checkpoint import read_checkpoint
-from megatron_rc.integrations.refusals import refused
-from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
-from megatron_rc.integrations.slime.settings import HOOKS, KEY, MILES, SLIME, Member, SlimeSettings, flag, names, read
+from megatron_rc.integrations.slime.settings import (
+    HOOKS,
+    KEY,
+    MILES,
+    SLIME,
+    Member,
+    SlimeSettings,
+    assignments,
+    flag,
+    names,
+    read,
+)
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,

@@ -69,8 +69,6 @@ class Layout:
     """Response tokens per sample on this rank."""
     rows: int
     """Rows of the local logits, without the padding at their end."""
-    prompts: tuple[int, ...]
-    """Tokens before the response, per sample."""
 
     @classmethod
     def of(
@@ -102,8 +100,7 @@ class Layout:
                     spans.append(Span(sample, first - shift, stop - shift, row + first - begin))
                     counts[-1] += stop - first
                 row += chunk
-        prompts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
-        return cls(tuple(spans), tuple(counts), row, tuple(prompts))
+        return cls(tuple(spans), tuple(counts), row)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """[S + 1] int32."""
@@ -112,10 +109,6 @@ class Layout:
     def local(self, responses: Sequence[Tensor]) -> Tensor:
         """[N], the part on this rank of one tensor [response_length] per sample."""
         return torch.cat([responses[0][:0], *(responses[s.sample][s.first : s.stop] for s in self.spans)])
-
-    def targets(self, tokens: Sequence[Tensor]) -> Tensor:
-        """[N], the response tokens on this rank, from prompt and response tokens of every sample."""
-        return self.local([ids[prompt:] for ids, prompt in zip(tokens, self.prompts, strict=True)])
 
     def logits_rows(self, device: torch.device) -> Tensor:
         """[N] int64, the row of the local logits that predicts each token."""

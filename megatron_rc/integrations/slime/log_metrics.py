@@ -1,5 +1,6 @@
 """What tis and loss log: metrics of tokens, the names that users of the hosts know, the rule of the learning rate."""
 
+import math
 from argparse import Namespace
 
 import torch
@@ -12,25 +13,33 @@ from megatron_rc.correction.reference.segments import segment_reduce, unit_sums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 from megatron_rc.correction.weight import Weight
 from megatron_rc.integrations.log_names import prefixed
-from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
-from megatron_rc.integrations.slime.tokens import HostTokens
+from megatron_rc.integrations.slime.tokens import HostTokens, correct_tokens, measuring
 
 LR_METRICS: dict[str, float] = {}
 """Metrics of the rule of the learning rate for the rollout that is trained on; before_train_step writes them."""
 
 
-def logged(tokens: HostTokens, corrected: Corrected, shift: Tensor | None) -> dict[str, Tensor]:
-    """Name -> [N] fp32, detached: metrics per token, `host_metrics`, and one constant per metric of the rule.
+def correct_micro_batch(
+    args: Namespace, settings: SlimeSettings, tokens: HostTokens, weigh: bool, advantages: Tensor | None
+) -> tuple[Corrected, dict[str, Tensor]]:
+    """The correction of the next micro-batch of the update, and its metrics: name -> [N] fp32, detached.
 
-    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides
-    these the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0
-    at corrupt tokens, whose share is nonfinite_share. With a route shift: route_shift, and route_tokens_touched, 1
+    These are metrics per token, `host_metrics`, and one constant per metric of the rule. With l = log pi - log mu
+    clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides these the final weight, its
+    square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0 at corrupt tokens, whose
+    share is nonfinite_share. With `routes`, unless rollout_data judges them: route_shift, and route_tokens_touched, 1
     where it is not 0. The host averages them as it does its own; the mean of a constant is the constant where every
     sample has a loss token.
+
+    Args:
+        weigh: whether the correction acts; otherwise it is only measured.
     """
-    ratio, bound = tokens.log_ratio, corrected.correction.log_ratio_bound
+    shift = WATCH.next_shift(tokens.layout) if settings.routes and not names(args, "rollout_data") else None
+    correction = settings.correction if weigh else measuring(settings.correction)
+    corrected = correct_tokens(tokens, correction, advantages, shift)
+    ratio, bound = tokens.log_ratio, correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
     metrics = {
         "k1": -ell,
@@ -45,12 +54,7 @@ def logged(tokens: HostTokens, corrected: Corrected, shift: Tensor | None) -> di
         counted = shift * tokens.loss_mask
         metrics |= {"route_shift": counted, "route_tokens_touched": (counted > 0).float()}
     rule = {name: torch.full_like(ell, value) for name, value in LR_METRICS.items()}
-    return prefixed(metrics) | host_metrics(tokens, corrected.correction) | rule
-
-
-def route_shift(args: Namespace, settings: SlimeSettings, layout: Layout) -> Tensor | None:
-    """[N] fp32, of the next micro-batch of the update; None without `routes`, or where rollout_data judges them."""
-    return WATCH.next_shift(layout) if settings.routes and not names(args, "rollout_data") else None
+    return corrected, prefixed(metrics) | host_metrics(tokens, correction) | rule
 
 
 def host_metrics(tokens: HostTokens, correction: RolloutCorrection) -> dict[str, Tensor]:
@@ -145,18 +149,17 @@ def _gap_names(gap: _Gap) -> dict[str, Tensor]:
     return {"tis": rho, "tis_abs": (rho - 1).abs()} | {f"mis_{name}": value for name, value in values.items()}
 
 
+def _bounds(weight: Weight) -> tuple[float, float]:
+    return weight.lower or 0, weight.upper if isinstance(weight.upper, float | int) else math.inf
+
+
 def _bounded(ratio: Tensor, weight: Weight) -> Tensor:
-    return ratio if weight.mode == "mask" else ratio.clamp(weight.lower, _upper(weight))
-
-
-def _upper(weight: Weight) -> float | None:
-    return weight.upper if isinstance(weight.upper, float | int) else None
+    return ratio if weight.mode == "mask" else ratio.clamp(*_bounds(weight))
 
 
 def _weight_names(gap: _Gap, weight: Weight) -> dict[str, Tensor]:
-    ratio, upper = gap.ratio(weight.level), _upper(weight)
-    high = ratio > (torch.inf if upper is None else upper)
-    low = ratio < (0 if weight.lower is None else weight.lower)
+    ratio, (lower, upper) = gap.ratio(weight.level), _bounds(weight)
+    low, high = ratio < lower, ratio > upper
     bounded = torch.where(gap.loss_mask, _bounded(ratio, weight), 0)
     # one weight of the whole sequence is its mean, smallest and largest, too
     mean = smallest = largest = bounded

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
-from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.refusals import refused
+from megatron_rc.integrations.flag_rules import FlagRule, refuse_correction, refused
 from megatron_rc.integrations.slime.settings import (
     ROUTE_SHIFT,
     SlimeSettings,
     flag,
+    hands_over_both,
     in_advantages,
     judges_advantages,
     names,
     read,
+    whole_rollout_settings,
 )
-from megatron_rc.integrations.slime.tis_arguments import hands_over_both
 from megatron_rc.learning_rate.rule import RULES, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
 
@@ -40,11 +40,6 @@ class Given:
     @property
     def correction(self) -> RolloutCorrection:
         return self.settings.correction
-
-
-def _sees_one_micro_batch(args: Any) -> bool:
-    """Whether tis or loss applies the correction, and not rollout_data."""
-    return not in_advantages(args, args.settings)
 
 
 def _steps_per_rollout(args: Any) -> int:
@@ -78,39 +73,19 @@ _ALWAYS = (
     FlagRule("hook-train-backend", lambda args: args.train_backend != "megatron",
         "--train-backend must be megatron, got {args.train_backend}", "Set --train-backend megatron."),
     TOP_K,
-    FlagRule("hook-statistic",
-        lambda args: [gate.statistic for gate in args.correction.reject
-                      if gate.statistic not in (*STATISTICS, *[ROUTE_SHIFT] * args.settings.routes)],
-        f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook computes, "
-        "and route_shift with megatron_rc.routes, got {found[0]!r}",
-        "Change megatron_rc.correction.reject."),
-    FlagRule("hook-measured-upper", lambda args: refused(args.correction.check_keeps_upper, "a hook"),
-        "megatron_rc.correction: {found}", "Set megatron_rc.correction.weight.upper to a number."),
-    FlagRule("hook-surrogate", lambda args: refused(args.correction.check_surrogate_of, "a hook"),
-        "megatron_rc.correction: {found}", "Use another correction, or the host's own loss of that name."),
-    FlagRule("hook-versions", lambda args: refused(args.correction.check_without_versions, "a hook"),
-        "megatron_rc.correction: {found}", "Use bounds that do not depend on lags."),
+    FlagRule("hook-correction",
+        lambda args: refused(
+            refuse_correction, args.correction, "a hook", (*STATISTICS, *[ROUTE_SHIFT] * args.settings.routes)
+        ),
+        "megatron_rc.correction: {found}",
+        "Use another correction (route_shift needs megatron_rc.routes), or the host's own loss of that name."),
 )  # fmt: skip
-_ONE_MICRO_BATCH = (
-    FlagRule("hook-batch-mean", lambda args: _sees_one_micro_batch(args) and args.correction.normalize == "batch",
-        "megatron_rc.correction.normalize must be 'none' in a hook that sees one micro-batch",
-        f"Set it to 'none', or add {_WHOLE}."),
-    FlagRule("hook-max-k3", lambda args: _sees_one_micro_batch(args) and args.correction.max_k3 is not None,
-        "megatron_rc.correction.max_k3 must be unset in a hook that sees one micro-batch, which is less than the batch",
-        f"Leave it out, or add {_WHOLE}."),
-    FlagRule("hook-mean-k3",
-        lambda args: _sees_one_micro_batch(args) and refused(args.correction.check_one_micro_batch, "a hook"),
-        "megatron_rc.correction: {found}", f"Drop that rejection, or add {_WHOLE}."),
-)  # fmt: skip
-
-
-def _double_ratio(name: str) -> FlagRule:
-    return FlagRule(
-        name, lambda args: refused(check_surrogate, "ppo", args.correction), "{found}",
-        "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
-    )  # fmt: skip
-
-
+_ONE_MICRO_BATCH = FlagRule("hook-micro-batch",
+    lambda args: not in_advantages(args, args.settings) and whole_rollout_settings(args.correction),
+    "megatron_rc.correction.{found} in a hook that sees one micro-batch, which is less than the batch",
+    f"Change it, or add {_WHOLE}.")  # fmt: skip
+_DOUBLE_RATIO = FlagRule("hook-double-ratio", lambda args: refused(check_surrogate, "ppo", args.correction), "{found}",
+    "Set megatron_rc.correction.weight to null, or old to 'recompute'.")  # fmt: skip
 _ROUTES = (
     FlagRule("routes-off", lambda args: not args.settings.routes,
         "megatron_rc.routes must be true for before_log_prob", "Set megatron_rc.routes: true."),
@@ -144,17 +119,17 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "megatron_rc.correction.old must be 'recompute' for tis, or 'rollout' with --use-rollout-logprobs and a "
             "host that hands over current log-probs, got {args.correction.old!r}",
             f"Use {_BY_LOSS}."),
-        _double_ratio("tis-double-ratio"),
-        *_ONE_MICRO_BATCH,
-        FlagRule("tis-advantages", lambda args: _sees_one_micro_batch(args)
+        _DOUBLE_RATIO,
+        _ONE_MICRO_BATCH,
+        FlagRule("tis-advantages", lambda args: not in_advantages(args, args.settings)
             and judges_advantages(args.correction) and not hands_over_both(),
             "megatron_rc.correction must not reject by the sign of an advantage in tis, which sees no advantages of "
             "this host",
             f"Use {_BY_LOSS}, or {flag('rollout_data')}.")),
     "loss": (
         *_ALWAYS,
-        *_ONE_MICRO_BATCH,
-        _double_ratio("loss-double-ratio"),
+        _ONE_MICRO_BATCH,
+        _DOUBLE_RATIO,
         FlagRule("loss-estimator", lambda args: args.advantage_estimator in ("gspo", "cispo"),
             "--advantage-estimator must not be {args.advantage_estimator} for loss, which is PPO over tokens", _BY_TIS),
         FlagRule("loss-context-parallel", lambda args: args.allgather_cp and args.context_parallel_size > 1,

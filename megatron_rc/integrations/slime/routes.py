@@ -50,7 +50,7 @@ class _RouterWatch:
         return result
 
     def end(self) -> None:
-        del self.router.routing
+        vars(self.router).pop("routing", None)
 
 
 class RouteWatch:
@@ -58,7 +58,6 @@ class RouteWatch:
 
     def __init__(self) -> None:
         self._routers: dict[int, _RouterWatch] = {}
-        self._watching = False
         self._device = torch.device("cpu")
         self._shifts: list[Tensor] = []
 
@@ -67,14 +66,13 @@ class RouteWatch:
         from megatron_rc.moe.routers import routers_of  # imports megatron-core
 
         self._routers = {layer: _RouterWatch(r) for chunk in model for layer, r in routers_of(chunk).items()}
-        self._watching, self._shifts = True, []
+        self._shifts = []
         self._device = next(model[0].parameters()).device
 
     def end(self) -> None:
         """Leave the routers as they were."""
-        for watch in self._routers.values() if self._watching else ():
+        for watch in self._routers.values():
             watch.end()
-        self._watching = False
 
     def whole(self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]) -> Routes:
         """All response tokens' routes, in the rollout's order, which are then forgotten; a collective of the model."""

@@ -1,16 +1,23 @@
-"""Settings of the hooks, the `megatron_rc:` section of the --custom-config-path file, and the hosts that take them."""
+"""Settings of the hooks, the `megatron_rc:` section of the --custom-config-path file, and the hooks that they need."""
 
+import ast
 import json
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.learning_rate.rule import AnyRuleSettings, check_lr_rule
+from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
+from megatron_rc.integrations.scheduler_rule import settings_of
+from megatron_rc.integrations.symbols import Recipe, definition
+from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_mismatch, check_lr_rule
+from megatron_rc.learning_rate.scale import RuleSettings
 from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
+from megatron_rc.versions import find_module
 
 KEY, _HERE = "megatron_rc", "megatron_rc.integrations.slime"
 ROUTE_SHIFT = "route_shift"
@@ -104,3 +111,132 @@ def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:
 def judges_advantages(correction: RolloutCorrection) -> bool:
     """Whether a rejection looks at the sign of an advantage."""
     return any(rejection.reads_advantages for rejection in correction.reject)
+
+
+def whole_rollout_settings(correction: RolloutCorrection) -> str:
+    """What must change for a hook that sees one micro-batch; "" where nothing must."""
+    changes = {
+        "normalize must be 'none'": correction.normalize == "batch",
+        "max_k3 must be unset": correction.max_k3 is not None,
+        "reject must not use 'standardized'": correction.judges(STANDARDIZED),
+    }
+    return next((change for change, needed in changes.items() if needed), "")
+
+
+@cache
+def hands_over_both() -> bool:
+    """Whether every host that is found passes current log-probs and advantages to tis; False without its source.
+
+    Read once: hooks ask for every micro-batch.
+    """
+    specs = [spec for spec in (find_module(member.tis_caller) for member in FAMILY) if spec is not None]
+    files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
+    both = {"current_log_probs", "advantages"}
+    return bool(specs) and len(files) == len(specs) and all(both.issubset(arguments_of_tis(file)) for file in files)
+
+
+def arguments_of_tis(file: Path) -> Iterator[str]:
+    """Names of the arguments that a host's file passes to tis: the keys of its dictionary tis_kwargs."""
+    caller = definition(file, "policy_loss_function")
+    for node in ast.walk(caller) if caller is not None else ():
+        match node:
+            case ast.Assign(targets=[ast.Name(id="tis_kwargs")], value=ast.Dict(keys=keys)):
+                yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id="tis_kwargs"), slice=ast.Constant(value=key))]):
+                yield str(key)
+
+
+def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, whole_rollouts: bool) -> list[str]:
+    """The simplest hooks that can do it.
+
+    Args:
+        whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
+
+    Raises:
+        ValueError: no hook of the host can do it.
+    """
+    if by_mismatch(lr_rule) and not (whole_rollouts and correction.old == "recompute"):
+        raise ValueError(
+            "signal of lr_rule must be 'length': the others need old 'recompute', and a hook that sees a whole "
+            "rollout before its update, which slime has"
+        )
+    pooled = whole_rollout_settings(correction)
+    if pooled and not whole_rollouts:
+        raise ValueError(f"{pooled}: no hook of this host sees a whole rollout before its update")
+    # tis keeps the host's own loss
+    hook = "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
+    hook = "rollout_data" if pooled or by_mismatch(lr_rule) else hook
+    return [hook] + ["before_train_step"] * (lr_rule is not None)
+
+
+def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
+    """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
+    rule = settings_of(lr_rule, "into a YAML file")
+    hooks_for(correction or RolloutCorrection(), rule, whole_rollouts=whole_rollouts)
+    fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}
+    fields |= {} if rule is None else {"lr_rule": schema.to_dict(rule)}
+    return Recipe(["--custom-config-path rc.yaml", flag("enable")], {KEY: fields})
+
+
+def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
+    """What `enable` sets: argument of the host -> value.
+
+    Raises:
+        ValueError: an argument that the user has set to something else, or settings that no hook of the host can do.
+    """
+    settings = read(args)
+    _refuse_their_weights(args, settings.correction)
+    hooks = hooks_for(settings.correction, settings.lr_rule, whole_rollouts=whole_rollouts)
+    if settings.routes:
+        # rollout_data sees all of them at once; elsewhere before_train_step collects them for tis or loss
+        seen = ["rollout_data", *hooks[1:]] if whole_rollouts else [*hooks, "before_train_step"]
+        hooks = [*dict.fromkeys([*seen, "before_log_prob"])]
+    if settings.aggregation is not None:
+        hooks.append("pg_loss_reducer")
+    values: dict[str, Any] = {}
+    if "tis" in hooks:
+        values = {"use_tis": True}
+    elif "loss" in hooks:
+        values = {"loss_type": "custom_loss"}
+    elif settings.correction.old == "recompute":
+        # with one train step per rollout slime leaves the old log-probs out unless it has metrics to compute
+        hooks.append("tis")
+        values = {"get_mismatch_metrics": True}
+    if settings.correction.old == "rollout":
+        values["use_rollout_logprobs"] = True
+    values |= {HOOKS[hook]: flag(hook).split()[1] for hook in hooks}
+    _refuse_conflicts(args, hooks, values)
+    return values
+
+
+def _refuse_their_weights(args: Any, correction: RolloutCorrection) -> None:
+    """Refuse --use-tis of the script itself, which the hook would replace, by nothing where the correction is none."""
+    # with a critic the driver of train_async.py reads the argument before `enable` runs
+    wanted_by_driver = getattr(args, "use_critic", False) and correction.acts
+    if not getattr(args, "use_tis", False) or names(args, "tis") or wanted_by_driver:
+        return
+    upper, lower = getattr(args, "tis_clip", 2.0), getattr(args, "tis_clip_low", 0.0)
+    same = f"mode: clip, lower: {lower}, upper: {upper}" if lower else f"upper: {upper}"
+    raise ValueError(
+        f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{same}}} has the "
+        "same ones"
+    )
+
+
+def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        given = getattr(args, name, None)
+        if given not in (None, False, value) and (name, given) != ("loss_type", "policy_loss"):
+            flag_name = name.replace("_", "-")
+            raise ValueError(f"--{flag_name} must be unset with enable, which sets it to {value}, got {given}")
+    if getattr(args, "use_rollout_logprobs", False) and not values.get("use_rollout_logprobs"):
+        raise ValueError(
+            "--use-rollout-logprobs must be unset with enable unless megatron_rc.correction.old is 'rollout': the "
+            "ratio of the loss already is pi / mu"
+        )
+    loss_type = getattr(args, "loss_type", "policy_loss")
+    # a critic keeps its own loss
+    if "tis" in hooks and loss_type not in ("policy_loss", "value_loss"):
+        raise ValueError(
+            f"--loss-type must be policy_loss with enable, got {loss_type}: tis is called by no other loss"
+        )

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,12 +76,8 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
     return dataclasses.replace(correction, weight=None, reject=(), normalize="none")
 
 
-class _Totals(NamedTuple):
-    tokens: int = 0
-    responses: int = 0
-    truncated: int = 0
-    judged: int = 0
-    """Responses known to be truncated or known not to be."""
+_Totals = tuple[int, int, int, int]
+"""Tokens and responses; responses that are truncated, and responses known to be truncated or known not to be."""
 
 
 class Lengths:
@@ -97,22 +92,19 @@ class Lengths:
 
     def forget(self) -> None:
         """Drop what was recorded."""
-        self._recorded = _Totals()
+        self._recorded: _Totals = (0, 0, 0, 0)
         self._rollouts: dict[int, _Totals] = {}
         self._mismatch: dict[int, Signals] = {}
 
     def record(self, response_lengths: Sequence[int]) -> None:
         """Add a micro-batch; recomputation may add it twice, as long as every micro-batch is added twice."""
         total, count, *_ = self._recorded
-        self._recorded = _Totals(total + sum(response_lengths), count + len(response_lengths))
+        self._recorded = (total + sum(response_lengths), count + len(response_lengths), 0, 0)
 
-    def record_rollout(
-        self, rollout_id: int, response_lengths: Sequence[int], truncated: Sequence[int] | None = None
-    ) -> None:
+    def record_rollout(self, rollout_id: int, response_lengths: Sequence[int], truncated: Sequence[int] | None) -> None:
         """Take this rank's samples of a whole rollout; every rank calls it. ``truncated``: 1 where one was cut off."""
-        judged = [] if truncated is None else [int(each) for each in truncated]
-        totals = _Totals(sum(response_lengths), len(response_lengths), sum(judged), len(judged))
-        self._rollouts = {rollout_id: totals}
+        judged = [int(each) for each in truncated or ()]
+        self._rollouts = {rollout_id: (sum(response_lengths), len(response_lengths), sum(judged), len(judged))}
 
     def record_mismatch(self, rollout_id: int, signals: Signals) -> None:
         """Take what the correction of a whole rollout measured, pooled over the ranks that call it."""
@@ -126,19 +118,20 @@ class Lengths:
         local = self._rollouts.get(rollout_id, self._recorded)
         mismatch = self._mismatch.get(rollout_id, NOTHING)
         self.forget()
-        # -1: not known; the ranks that know it hold the same number
-        known = [-1.0 if value is None or math.isnan(value) else value for value in (mismatch.ess, mismatch.k3)]
         pooled = torch.tensor(local, dtype=torch.int64, device=device)
-        shared = torch.tensor(known, dtype=torch.float64, device=device)
+        # NaN: not known; the ranks that know a number hold the same one
+        known = [math.nan if value is None else value for value in (mismatch.ess, mismatch.k3)]
+        shared = torch.tensor(known, dtype=torch.float64, device=device).nan_to_num(-1)
         if dist.is_initialized():
             # tensor, context and pipeline ranks repeat samples equally often, which leaves the means as they are
             dist.all_reduce(pooled)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        total = _Totals(*pooled.tolist())
-        ess, k3 = (None if value < 0 else value for value in shared.tolist())
-        length = total.tokens / total.responses if total.responses else None
-        truncated_share = total.truncated / total.judged if total.judged else None
-        return Signals(length, truncated_share, ess, k3)
+        tokens, responses, truncated, judged = pooled.tolist()
+        return Signals(
+            tokens / responses if responses else None,
+            truncated / judged if judged else None,
+            *(None if value < 0 else value for value in shared.tolist()),
+        )
 
 
 LENGTHS = Lengths()

@@ -4,9 +4,8 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.flag_rules import FlagRule, uncorrected_rules
+from megatron_rc.integrations.flag_rules import FlagRule, refused, uncorrected_rules
 from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
-from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.verl.refusals import (
     ACTOR,
     CORRECTION,

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule, refuse_by_path, sampler_rules
-from megatron_rc.integrations.refusals import value_at
+from megatron_rc.integrations.flag_rules import FlagRule, refuse_by_path, sampler_rules, value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.refusals import refuse_correction
+from megatron_rc.integrations.flag_rules import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
 from megatron_rc.loss.options import Denominator, Surrogate, check_surrogate

@@ -1,5 +1,1 @@
-"""The hooks of slime and miles; `HOOKS` in the settings says which flag of the host names which hook.
-
-Each takes the host's arguments, with the key megatron_rc. It raises a ValueError where log-probs are missing, or at a
-setting that it cannot honour, with the flag or field to change.
-"""
+"""The hooks of slime and miles, which name in a ValueError the flag or field to change."""

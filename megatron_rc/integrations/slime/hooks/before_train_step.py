@@ -6,7 +6,6 @@ Megatron's schedulers keep what they load and do not know.
 """
 
 import json
-import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import wraps
@@ -18,18 +17,18 @@ import torch
 
 from megatron_rc.collectives import is_first_process
 from megatron_rc.files import read_json, replace_text
+from megatron_rc.integrations.scheduler_rule import SchedulerRule
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.settings import KEY, SlimeSettings, names
+from megatron_rc.integrations.slime.settings import KEY, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.rule import EARLIER, earlier_state, resume, state_of
 from megatron_rc.learning_rate.rule import KEY as RULE
-from megatron_rc.learning_rate.scale import LRScale, Signals
+from megatron_rc.learning_rate.scale import LRScale, RuleSettings, Signals
 
 _ROLLOUT, _STATE_FILE = "rollout_id", "megatron_rc_lr_rule.json"
-_logger = logging.getLogger(__name__)
 _loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 
 
@@ -50,22 +49,19 @@ def remember_loaded_states() -> None:
     OptimizerParamScheduler.load_state_dict = load_state_dict
 
 
-class _Run:
+class _Run(SchedulerRule):
     """The rule on a scheduler, whose state_dict Megatron saves whole and reads its own keys from."""
 
-    def __init__(self, args: Namespace, settings: SlimeSettings, rollout_id: int, start: int, scheduler: Any) -> None:
-        assert settings.lr_rule is not None
-        self.rule: LRScale = settings.lr_rule.build(scheduler.max_lr)
+    def __init__(self, args: Namespace, lr_rule: RuleSettings, rollout_id: int, start: int, scheduler: Any) -> None:
+        self.rule = lr_rule.build(scheduler.max_lr)
         self.rollout_id = rollout_id - 1
         """The last rollout that the rule has counted."""
         self._states: dict[str, dict[str, Any]] = {}
         """rollout_id -> state of the rule, for this rollout and those before; for the file next to the checkpoints."""
+        self._in_file = not hasattr(type(scheduler).load_state_dict, KEY) or bool(getattr(args, "no_save_optim", None))
         if rollout_id > start:
             resume(self.rule, self._saved(args, scheduler))
-        self.rule.attach(scheduler)
-        self._in_file = not hasattr(type(scheduler).load_state_dict, KEY) or bool(getattr(args, "no_save_optim", None))
-        self._own_state, self._state = scheduler.state_dict, dict[str, Any]()
-        scheduler.state_dict = self._state_dict
+        super().__init__(scheduler, self.rule)
 
     def _saved(self, args: Namespace, scheduler: Any) -> Mapping[str, Any]:
         """The state in the loaded checkpoint, from a rollout before this one, or else in the file of --load."""
@@ -85,23 +81,22 @@ class _Run:
         self._states = {number: state for number, state in states.items() if int(number) <= last}
         return states[str(last)]
 
-    def begin(self, rollout_id: int, signals: Signals, folder: str | None) -> None:
+    def take(self, rollout_id: int, signals: Signals, folder: str | None) -> None:
         """Count the rollouts up to this one, and keep the state, in a file of ``folder`` where no checkpoint has it."""
         for _ in range(self.rollout_id + 1, rollout_id):
             self.rule.begin(Signals())
-        self.rule.begin(signals)
-        self.rollout_id, state = rollout_id, state_of(self.rule)
+        self.begin(signals, rollout_id)
+        self.rollout_id = rollout_id
         LR_METRICS.clear()
         LR_METRICS.update(self.rule.metrics())
-        self._state = {_ROLLOUT: rollout_id, **state}
         if self._in_file and folder is not None:
-            self._states[str(rollout_id)] = state
+            self._states[str(rollout_id)] = state_of(self.rule)
             if is_first_process():
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 replace_text(Path(folder) / _STATE_FILE, json.dumps(self._states))
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._own_state(), KEY: {RULE: self._state}}
+        return {**self._own_state(), KEY: {RULE: {_ROLLOUT: self.rollout_id, **state_of(self.rule)}}}
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -117,14 +112,11 @@ def before_train_step(
 ) -> None:
     """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
-    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs.
-
-    The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
-    rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
-    k3 come from rollout_data alone. The host's checkpoints hold the rule's state next to the scheduler's. Where
-    none would give it back (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in
-    megatron_rc_lr_rule.json next to the checkpoints of --save; that of --load is read when the checkpoint has none.
-    tis and loss log the metrics of the rule.
+    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
+    those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
+    the loss. The host's checkpoints hold the rule's state next to the scheduler's. Where none would give it back
+    (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in megatron_rc_lr_rule.json
+    next to the checkpoints of --save; that of --load is read when the checkpoint has none.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
@@ -146,13 +138,11 @@ def before_train_step(
     if rollout_id < start:
         return
     if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _Run(args, settings, rollout_id, start, opt_param_scheduler)
+        _runs[opt_param_scheduler] = _Run(args, settings.lr_rule, rollout_id, start, opt_param_scheduler)
     run = _runs[opt_param_scheduler]
     # miles trains on a rollout again after it has discarded the update of that rollout
     if rollout_id > run.rollout_id:
-        run.begin(rollout_id, signals, getattr(args, "save", None))
-        for sentence in run.rule.news if is_first_process() else ():
-            _logger.warning("rollout %d: %s", rollout_id, sentence)
+        run.take(rollout_id, signals, getattr(args, "save", None))
 
 
 def _read_states(folder: Path, rule: LRScale) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,9 @@ from argparse import Namespace
 from megatron_rc.collectives import is_first_process
 from megatron_rc.integrations.flag_rules import MEGATRON_RULES, refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, OWN_RULES, dumps_train_data, settings_for
-from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 from megatron_rc.integrations.slime.refusals import HOOK_RULES
-from megatron_rc.integrations.slime.settings import FAMILY, MILES, names, read
+from megatron_rc.integrations.slime.settings import FAMILY, MILES, assignments, names, read
 
 _logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
-from megatron_rc.integrations.slime.hooks.pg_loss_reducer import Reduce, reducer
+from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.log_metrics import logged, route_shift
+from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
@@ -54,11 +54,11 @@ def loss(
     loss_mask = layout.local(batch["loss_masks"]).bool()
 
     current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
-    train = current.detach() if correction.old != "recompute" or old is None else old
-    applied = measuring(correction) if in_advantages(args, settings) else correction
-    shift = route_shift(args, settings, layout)
+    # of the host's ratio, and of the importance ratio
+    before = current.detach() if old is None else old
+    train = current.detach() if correction.old == "rollout" else before
     tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
-    corrected = correct_tokens(tokens, applied, advantages, shift)
+    corrected, metrics = correct_micro_batch(args, settings, tokens, not in_advantages(args, settings), advantages)
     ours = names(args, "pg_loss_reducer")
     reduce = reducer(args, *lengths, batch["loss_masks"]) if ours else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)
@@ -66,8 +66,7 @@ def loss(
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
 
     # a masked row may hold anything, and 0 times NaN is NaN
-    log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = logged(tokens, corrected, shift)
+    log_ratio = torch.where(loss_mask, (current - before).detach(), 0)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
@@ -82,7 +81,7 @@ def loss(
             total = total - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
         reference = layout.joined("ref_log_probs", batch.get("ref_log_probs"), "--ref-load must be set")
-        kl_loss = sum_of_sample_mean(_kl(args, current, train if old is None else old, reference, loss_mask))
+        kl_loss = sum_of_sample_mean(_kl(args, current, before, reference, loss_mask))
         log["kl_loss"] = kl_loss.detach().clone()
         total = total + args.kl_loss_coef * kl_loss
     log["loss"] = total.detach().clone()
@@ -102,7 +101,9 @@ def _logprobs(
     flat = logits.reshape(-1, logits.shape[-1])
     rows = layout.logits_rows(logits.device)
     targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
-    targets = targets.index_copy(0, rows, layout.targets(batch["unconcat_tokens"]).long())
+    samples = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
+    responses = layout.local([ids[len(ids) - length :] for ids, length in samples])
+    targets = targets.index_copy(0, rows, responses.long())
     # rows without a loss token cost nothing
     counted = torch.zeros(len(flat), dtype=torch.bool, device=logits.device).index_copy(0, rows, loss_mask)
     with_entropy = bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True)
@@ -152,19 +153,14 @@ def _scale(reduce: Reduce, like: Tensor) -> Tensor:
 
 def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_mask: Tensor) -> Tensor:
     """[N] the host's estimate of KL(pi || ref) by --kl-loss-type, times current / old under --use-unbiased-kl."""
-    gap = torch.where(loss_mask, current - reference, 0)
-    if args.kl_loss_type == "k1":
-        kl = gap
-    elif args.kl_loss_type == "k2":
-        kl = gap.square() / 2
-    elif args.kl_loss_type in ("k3", "low_var_kl"):
-        if args.kl_loss_type == "low_var_kl":
-            # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
-            gap = gap.clamp(-80, 80)
-        kl = k3(-gap)
-    else:
-        raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
+    kind, gap = args.kl_loss_type, torch.where(loss_mask, current - reference, 0)
+    if kind not in ("k1", "k2", "k3", "low_var_kl"):
+        raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {kind!r}")
+    if kind == "low_var_kl":
+        # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
+        gap = gap.clamp(-80, 80)
+    kl = gap if kind == "k1" else gap.square() / 2 if kind == "k2" else k3(-gap)
     if args.use_unbiased_kl:
         kl = kl * torch.where(loss_mask, current - old, 0).exp()
     # both hosts clamp their low_var_kl at 10
-    return kl.clamp(-10, 10) if args.kl_loss_type == "low_var_kl" else kl
+    return kl.clamp(-10, 10) if kind == "low_var_kl" else kl

@@ -1,7 +1,8 @@
-"""The hook of slime's --rollout-data-postprocess-path: correct a whole rollout before its update."""
+"""The hooks before the update: one has the routers watched, the other (slime alone) corrects a whole rollout."""
 
 import math
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
 
 _LOST_BATCH = LostBatchWarning()
+
+
+def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
+    """Watch the routers in the pass over the old log-probs, for which ``store_prefix`` is "", and in no other."""
+    settings_for("before_log_prob", args)
+    WATCH.end()
+    if store_prefix == "" and getattr(model[0], "role", "actor") == "actor":
+        WATCH.begin(model)
 
 
 def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The hook of --custom-tis-function-path: weights on the host's own policy-gradient loss."""
+"""The hooks around the host's own policy-gradient loss: its weights, and how the losses of tokens become one number."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor
 from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
-from megatron_rc.integrations.slime.log_metrics import logged, route_shift
+from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import flag, in_advantages, judges_advantages
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
+from megatron_rc.loss.options import AGGREGATIONS
+
+Reduce = Callable[[Tensor], Tensor]
 
 
 def tis(
@@ -64,12 +67,11 @@ def tis(
         train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
     rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
     weigh = args.use_tis and not in_advantages(args, settings)
-    correction = settings.correction if weigh else measuring(settings.correction)
-    shift = route_shift(args, settings, layout)
-    judged = _handed_over(layout, "advantages", advantages) if judges_advantages(correction) else None
+    judged = None
+    if weigh and judges_advantages(settings.correction):
+        judged = _handed_over(layout, "advantages", advantages)
     tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
-    corrected = correct_tokens(tokens, correction, judged, shift)
-    metrics = logged(tokens, corrected, shift)
+    corrected, metrics = correct_micro_batch(args, settings, tokens, weigh, judged)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
@@ -85,3 +87,45 @@ def _handed_over(layout: Layout, name: str, values: Sequence[Tensor] | Tensor | 
         values = values.split(layout.counts) if values.shape == (sum(layout.counts),) else [*values]
     remedy = f"this host does not hand it to --custom-tis-function-path; {flag('loss')} needs no such host"
     return layout.joined(name, values, remedy).detach()
+
+
+def pg_loss_reducer(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reduce:
+    """A reducer that sums one number per sample, by `aggregation`; the host divides the sum by the step's rollouts.
+
+    With T_i loss tokens in the whole response i, the number of a sample is
+
+    * seq-mean-token-mean: sum_t x_t / max(T_i, 1)
+    * seq-mean-token-sum: sum_t x_t
+    * seq-mean-token-sum-norm: sum_t x_t / rollout_max_response_len
+    * token-mean: sum_t x_t, which the host divides by the tokens of the step
+
+    Rejected tokens count in T_i. The lengths are in tokens, and a loss mask is [response_length]; the reducer takes the
+    losses [N] of this rank.
+
+    Raises:
+        ValueError: megatron_rc.aggregation is missing or does not go with --calculate-per-token-loss.
+    """
+    from megatron.training.global_vars import get_args
+
+    LENGTHS.record(response_lengths)
+    return reducer(get_args(), total_lengths, response_lengths, loss_masks)
+
+
+def reducer(
+    args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
+) -> Reduce:
+    """`pg_loss_reducer` with the host's arguments as a parameter."""
+    settings = settings_for("pg_loss_reducer", args)
+    ranks = parallel()
+    layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
+    assert settings.aggregation is not None
+    divisor = AGGREGATIONS[settings.aggregation].divisor or (lambda *_: 1)
+    scales = [mask / divisor(mask.sum().clamp(min=1), args.rollout_max_response_len) for mask in loss_masks]
+    scale = layout.local(scales)
+    # a masked token may hold anything
+    return lambda losses: torch.where(scale > 0, losses * scale, 0).sum()

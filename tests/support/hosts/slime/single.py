@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import layout
-from megatron_rc.integrations.slime.hooks import before_train_step, loss, pg_loss_reducer, rollout_data, tis
+from megatron_rc.integrations.slime.hooks import before_train_step, loss, rollout_data, tis
 from megatron_rc.integrations.slime.layout import Parallel
 
-_READERS = (layout, before_train_step, loss, pg_loss_reducer, rollout_data, tis)
+_READERS = (layout, before_train_step, loss, rollout_data, tis)
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> None:
