@@ -26,8 +26,7 @@ WORDS = {
     "gate": Word(
         "a rejection of the correction",
         ("correction/", "triton_kernels/"),
-        {"gate_distance": "the router of a layer, as checkpoints call it",
-         "_gate_names": "rejections, in slime's metrics"},
+        {"gate_distance": "the router of a layer, as checkpoints call it"},
     ),
     "plan": Word(
         "what the kernels and their twin read of a correction", ("correction/",), {"plan": "the command of a dry run"},

@@ -8,10 +8,9 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import refuse
+from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.ms_swift import DEFAULTS, MODE, RULES
-from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import LRRule
 

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +15,20 @@ import pytest
 import torch
 from hosts.slime.cases import whole
 from hosts.slime.host import positions
-from hosts.slime.mismatch import module_of
 from torch import Tensor
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 5), 2, 6
 NUM_LAYERS = 7
 MICRO_BATCHES = [[2, 0], [3, 1]]
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def module_of(name: str, path: Path) -> Any:
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def chosen(seed: int) -> list[Tensor]:
