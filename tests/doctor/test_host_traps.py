@@ -166,6 +166,7 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
      "must not depend on response lengths"),
     ("lr-rule-mismatch", f"{DECAY_ON} {TIS_ON}", {"correction": "token-tis", "lr_rule": "mismatch"},
      "must be length with no hook"),
+    ("lr-rule-unsaved", f"{TIS_ON} {DECAY_ON} --no-save-optim", DECAY_9, "whose checkpoints hold no state of it"),
     ("lr-rule-replicas", f"{DECAY_ON} --indep-dp", DECAY_9, "share no process group"),
     *(("correction-unapplied", named, {"correction": "token-tis"}, "needs a hook that applies it; set --use-tis")
       for named in (flag("check"), OURS, flag("loss"))),

@@ -1,7 +1,6 @@
 """slime's learning rate hook on Megatron's own scheduler: once per rollout, from the lengths that the hooks see."""
 
 import inspect
-import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.scale import Signals
 
 LR = 1e-6
-STATE_FILE = "megatron_rc_lr_rule.json"
 DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 TIS = {"custom_tis_function_path": PATH + "tis"}
 
@@ -96,9 +94,9 @@ def test_hooks_of_the_loss_tell_the_length_one_rollout_late() -> None:
     assert found == [pytest.approx([rate] * 2) for rate in expected]
 
 
-def test_the_rule_by_mismatch_takes_what_the_correction_of_this_rollout_measured(tmp_path: Path) -> None:
+def test_the_rule_by_mismatch_takes_what_the_correction_of_this_rollout_measured() -> None:
     key = {"key": {"lr_rule": "mismatch", "correction": "token-tis"}, **DATA_HOOK}
-    run = Run(settings(**key, save=str(tmp_path)))
+    run, resumed = (Run(checked(**key)) for _ in range(2))
     rates = []
     for number, ess in enumerate([0.9, 0.125, math.nan, 0.02]):
         LENGTHS.record_mismatch(number, Signals(ess=ess, k3=1e-3))
@@ -106,10 +104,9 @@ def test_the_rule_by_mismatch_takes_what_the_correction_of_this_rollout_measured
     assert rates == pytest.approx([LR, LR / 2, LR / 2, 0.2 * LR])
     LENGTHS.record_mismatch(3, Signals(ess=0.125))  # of another rollout
     assert run.rollout(4, [9]) == pytest.approx([0.2 * LR])
-    resumed = Run(settings(**key, load=str(tmp_path)))
-    LENGTHS.record_mismatch(4, Signals())
-    assert resumed.rollout(4, [9]) == pytest.approx([0.2 * LR])
-    assert [p.name for p in tmp_path.iterdir()] == ["megatron_rc_lr_rule.json"]
+    resumed.scheduler.load_state_dict(run.scheduler.state_dict())
+    LENGTHS.record_mismatch(5, Signals())
+    assert resumed.rollout(5, [9]) == pytest.approx([0.2 * LR])
 
 
 def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
@@ -145,11 +142,12 @@ def through_a_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return dict(loaded["opt_param_scheduler"])
 
 
-@pytest.mark.parametrize("stop", [1, 150])
+@pytest.mark.host("slime", proof="stand-in", feature="length decay: resume")
+@pytest.mark.parametrize("stop", [1, 57, 150])
 def test_the_hosts_checkpoint_alone_resumes_the_decay(stop: int, tmp_path: Path) -> None:
     lengths = curve()
     expected = alone_on([float(n) for n in lengths])
-    args = checked(**DATA_HOOK, save=str(tmp_path / "run"))
+    args = checked(**DATA_HOOK)
     run = Run(args)
     for number in range(stop):
         run.rollout(number, [lengths[number]])
@@ -157,7 +155,6 @@ def test_the_hosts_checkpoint_alone_resumes_the_decay(stop: int, tmp_path: Path)
     resumed.scheduler.load_state_dict(through_a_checkpoint(run.scheduler.state_dict(), tmp_path / "checkpoint"))
     found = [resumed.rollout(number, [lengths[number]])[0] for number in range(stop, len(lengths))]
     assert found == pytest.approx(expected[stop:])
-    assert not (tmp_path / "run").exists()
     # the state of the resumed run goes into its own checkpoints
     again = Run(args)
     again.scheduler.load_state_dict(resumed.scheduler.state_dict())
@@ -182,13 +179,8 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
     ):
         other = Run(checked(**changes, **TIS, use_tis=True))
         other.scheduler.load_state_dict(state)
-        with pytest.raises(ValueError, match="needs its state after rollout 0 .* without --no-load-optim"):
+        with pytest.raises(ValueError, match="needs its state after rollout 0 .*without --no-load-optim"):
             other.rollout(1, [9])
-
-
-def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
-    assert [Run(checked(decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)).rollout(0, [9])[0]] == [LR]
-    assert Run(checked(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
 
 
 def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
@@ -198,61 +190,27 @@ def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
     assert plain.scheduler.num_steps == run.scheduler.num_steps == 4
 
 
-@pytest.mark.host("slime", proof="stand-in", feature="length decay: resume")
-@pytest.mark.parametrize("stop", [1, 57, 150])
-def test_a_resumed_run_has_the_same_rates(stop: int, tmp_path: Path) -> None:
-    lengths = curve()
-    expected = alone_on([float(n) for n in lengths])
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    run = Run(settings(**DATA_HOOK, save=first))
-    for number in range(stop + 3):  # three rollouts after the checkpoint are lost
-        run.rollout(number, [lengths[number]])
-    resumed = Run(settings(**DATA_HOOK, load=first, save=second))
-    found = [resumed.rollout(stop, [lengths[stop]])[0]]
-    assert [*json.loads((tmp_path / "second" / STATE_FILE).read_text())] == [str(n) for n in range(stop + 1)]
-    found += [resumed.rollout(number, [lengths[number]])[0] for number in range(stop + 1, len(lengths))]
-    assert found == pytest.approx(expected[stop:])
-    # and once more, out of what the resumed run wrote
-    again = Run(settings(**DATA_HOOK, load=second))
-    assert again.rollout(stop - 1 or 1, [lengths[stop - 1 or 1]])[0] == pytest.approx(expected[stop - 1 or 1])
-    assert [p.name for p in Path(second).iterdir()] == [STATE_FILE]
-
-
 @pytest.mark.host("miles", proof="stand-in", feature="length decay: resume")
-def test_a_resumed_run_whose_lengths_come_from_the_loss_misses_one_of_them_and_no_more(tmp_path: Path) -> None:
+def test_a_resumed_run_whose_lengths_come_from_the_loss_misses_one_of_them_and_no_more() -> None:
     lengths, stop = curve(), 56
     seen = [None, *map(float, lengths[:-1])]
     whole, seen[stop] = alone_on(seen), None
     assert alone_on(seen) != whole
-    run = Run(settings(**TIS, save=str(tmp_path)))
-    for number in range(stop + 3):  # three rollouts after the checkpoint are lost
+    run, resumed = (Run(checked(**TIS, use_tis=True)) for _ in range(2))
+    for number in range(stop):
         run.rollout(number, [lengths[number]])
     LENGTHS.take(0, torch.device("cpu"))  # a new process has none
-    resumed = Run(settings(**TIS, load=str(tmp_path)))
+    resumed.scheduler.load_state_dict(run.scheduler.state_dict())
     found = [resumed.rollout(number, [lengths[number]])[0] for number in range(stop, len(lengths))]
     assert min(found) < LR and found == pytest.approx(alone_on(seen)[stop:])
 
 
-def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_told(tmp_path: Path) -> None:
-    for load in (None, str(tmp_path)):
-        with pytest.raises(ValueError, match="needs its state after rollout 6 in megatron_rc_lr_rule.json of --load"):
-            Run(settings(decay={"decay_period": 2}, load=load)).rollout(7, [9])
+def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_told() -> None:
+    with pytest.raises(ValueError, match="needs its state after rollout 6 in the scheduler of the loaded checkpoint"):
+        Run(settings(decay={"decay_period": 2})).rollout(7, [9])
     run = Run(settings(decay={"decay_period": 2}, key={"lr_rule_start": 7}))
     assert run.rollout(5, [9]) == [LR]
     assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
-
-
-def test_the_file_that_version_0_1_wrote_goes_on(tmp_path: Path) -> None:
-    Run(settings(decay={"decay_period": 2}, save=str(tmp_path))).rollout(0, [9])
-    states = json.loads((tmp_path / STATE_FILE).read_text())
-    (tmp_path / STATE_FILE).unlink()
-    for state in states.values():
-        assert state.pop("rule") == "length_decay"
-    (tmp_path / "megatron_rc_lr_decay.json").write_text(json.dumps(states))
-    assert Run(settings(decay={"decay_period": 2}, load=str(tmp_path))).rollout(1, [9]) == [LR / 2]
-    key = {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9.0}}
-    with pytest.raises(ValueError, match="needs its state after rollout 0"):
-        Run(settings(key=key, load=str(tmp_path), **TIS)).rollout(1, [9])
 
 
 def test_a_decay_begins_with_the_first_rollout_that_trains_the_actor() -> None:

@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
     **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor", "use_opd"), False),
     **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization"), None),
-    **{"recompute_loss_function": False, "moe_expert_capacity_factor": None},
+    **{"recompute_loss_function": False, "no_save_optim": False, "moe_expert_capacity_factor": None},
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},

@@ -200,6 +200,9 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "megatron_rc.lr_rule.signal must be length with no hook that corrects whole rollouts before the update, "
             "or with another correction.old than 'recompute'",
             f"Set {flag('rollout_data')} (miles has no such hook), or signal length."),
+        FlagRule("lr-rule-unsaved", lambda args: args.no_save_optim and args.settings.lr_rule is not None,
+            "megatron_rc.lr_rule must be unset with --no-save-optim, whose checkpoints hold no state of it",
+            "Drop --no-save-optim, or unset it."),
         FlagRule("lr-rule-replicas", lambda args: args.indep_dp and args.settings.lr_rule is not None,
             "megatron_rc.lr_rule must be unset with --indep-dp: its replicas share no process group",
             "Drop --indep-dp, or unset it.")),

@@ -5,18 +5,14 @@ load a checkpoint into it before any hook sees it. So `remember_loaded_states`, 
 Megatron's schedulers keep what they load and do not know.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_rc.collectives import is_first_process
-from megatron_rc.files import read_json, replace_text
 from megatron_rc.integrations.scheduler_rule import SchedulerRule
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
@@ -24,11 +20,11 @@ from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import KEY, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
-from megatron_rc.learning_rate.rule import EARLIER, earlier_state, resume, state_of
 from megatron_rc.learning_rate.rule import KEY as RULE
-from megatron_rc.learning_rate.scale import LRScale, RuleSettings, Signals
+from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
+from megatron_rc.learning_rate.scale import RuleSettings, Signals
 
-_ROLLOUT, _STATE_FILE = "rollout_id", "megatron_rc_lr_rule.json"
+_ROLLOUT = "rollout_id"
 _loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 
 
@@ -52,48 +48,35 @@ def remember_loaded_states() -> None:
 class _Run(SchedulerRule):
     """The rule on a scheduler, whose state_dict Megatron saves whole and reads its own keys from."""
 
-    def __init__(self, args: Namespace, lr_rule: RuleSettings, rollout_id: int, start: int, scheduler: Any) -> None:
+    def __init__(self, lr_rule: RuleSettings, rollout_id: int, start: int, scheduler: Any) -> None:
         self.rule = lr_rule.build(scheduler.max_lr)
         self.rollout_id = rollout_id - 1
         """The last rollout that the rule has counted."""
-        self._states: dict[str, dict[str, Any]] = {}
-        """rollout_id -> state of the rule, for this rollout and those before; for the file next to the checkpoints."""
-        self._in_file = not hasattr(type(scheduler).load_state_dict, KEY) or bool(getattr(args, "no_save_optim", None))
         if rollout_id > start:
-            resume(self.rule, self._saved(args, scheduler))
+            resume(self.rule, self._saved(scheduler))
         super().__init__(scheduler, self.rule)
 
-    def _saved(self, args: Namespace, scheduler: Any) -> Mapping[str, Any]:
-        """The state in the loaded checkpoint, from a rollout before this one, or else in the file of --load."""
+    def _saved(self, scheduler: Any) -> Mapping[str, Any]:
+        """The state in the loaded checkpoint, from a rollout before this one."""
         saved = _loaded.get(scheduler, {})
         state = dict(saved.get(RULE) or earlier_state(saved) or {})
-        if state.get("rule") == self.rule.name and state[_ROLLOUT] <= self.rollout_id:
-            self.rollout_id = state.pop(_ROLLOUT)
-            return state
-        folder, last = getattr(args, "load", None), self.rollout_id
-        states = _read_states(Path(folder), self.rule) if folder else {}
-        if str(last) not in states:
+        if state.get("rule") != self.rule.name or state[_ROLLOUT] > self.rollout_id:
             raise ValueError(
-                f"megatron_rc.lr_rule needs its state after rollout {last} in {_STATE_FILE} of --load {folder}, "
-                "or in the scheduler of its checkpoint: load the run that had it, without --no-load-optim, or set "
-                f"megatron_rc.lr_rule_start to {last + 1}"
+                f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the loaded "
+                "checkpoint: load the run that had it with `enable` or `check` and without --no-load-optim, or set "
+                f"megatron_rc.lr_rule_start to {self.rollout_id + 1}"
             )
-        self._states = {number: state for number, state in states.items() if int(number) <= last}
-        return states[str(last)]
+        self.rollout_id = state.pop(_ROLLOUT)
+        return state
 
-    def take(self, rollout_id: int, signals: Signals, folder: str | None) -> None:
-        """Count the rollouts up to this one, and keep the state, in a file of ``folder`` where no checkpoint has it."""
+    def take(self, rollout_id: int, signals: Signals) -> None:
+        """Count the rollouts up to this one."""
         for _ in range(self.rollout_id + 1, rollout_id):
             self.rule.begin(Signals())
         self.begin(signals, rollout_id)
         self.rollout_id = rollout_id
         LR_METRICS.clear()
         LR_METRICS.update(self.rule.metrics())
-        if self._in_file and folder is not None:
-            self._states[str(rollout_id)] = state_of(self.rule)
-            if is_first_process():
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                replace_text(Path(folder) / _STATE_FILE, json.dumps(self._states))
 
     def _state_dict(self) -> dict[str, Any]:
         return {**self._own_state(), KEY: {RULE: {_ROLLOUT: self.rollout_id, **state_of(self.rule)}}}
@@ -114,9 +97,8 @@ def before_train_step(
 
     With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
     those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
-    the loss. The host's checkpoints hold the rule's state next to the scheduler's. Where none would give it back
-    (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in megatron_rc_lr_rule.json
-    next to the checkpoints of --save; that of --load is read when the checkpoint has none.
+    the loss. The host's checkpoints hold the rule's state next to the scheduler's; a resumed run needs `enable` or
+    `check` to read it.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
@@ -138,18 +120,8 @@ def before_train_step(
     if rollout_id < start:
         return
     if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _Run(args, settings.lr_rule, rollout_id, start, opt_param_scheduler)
+        _runs[opt_param_scheduler] = _Run(settings.lr_rule, rollout_id, start, opt_param_scheduler)
     run = _runs[opt_param_scheduler]
     # miles trains on a rollout again after it has discarded the update of that rollout
     if rollout_id > run.rollout_id:
-        run.take(rollout_id, signals, getattr(args, "save", None))
-
-
-def _read_states(folder: Path, rule: LRScale) -> dict[str, dict[str, Any]]:
-    """The states of the rule in its file, or in the one that version 0.1 wrote."""
-    earlier, _ = EARLIER.get(rule.name, ("", ""))
-    for file in (folder / _STATE_FILE, folder / f"megatron_rc_{earlier}.json"):
-        if file.is_file():
-            states = {number: {"rule": rule.name} | state for number, state in read_json(file).items()}
-            return {number: state for number, state in states.items() if state["rule"] == rule.name}
-    return {}
+        run.take(rollout_id, signals)
