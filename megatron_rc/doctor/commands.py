@@ -9,7 +9,7 @@ import typer
 from megatron_rc.exit_status import ExitStatus
 from megatron_rc.versions import needed_by
 
-HOSTS = ("megatron-lm", "megatron-training", "slime", "miles", "verl", "nemo-rl")
+HOSTS = ("megatron-lm", "megatron-training", "slime", "miles", "verl", "nemo-rl", "ms-swift")
 """The names in integrations.hosts, which --help need not import; a test compares both."""
 SHOWN = ", ".join(HOSTS)
 

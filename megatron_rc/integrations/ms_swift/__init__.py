@@ -66,7 +66,7 @@ HOST = Host(
     differences=(
         "weights are 0 at corrupt log-probs and rejected tokens, which stay in all denominators; as the host's own, "
         "they multiply the KL term of a token, too",
-        "metrics are under rollout_correction/rc/; those of the host's own threshold are left out",
+        "our metrics are added; those of the host's own threshold are left out",
     ),
     flag_rules=RULES,
     flag_defaults=DEFAULTS,
