@@ -127,8 +127,6 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("hook-micro-batch", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
     ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
     ("tis-old", TIS_ON, {"correction": {"old": "rollout"}}, "'recompute' for tis.*--custom-loss-function-path"),
-    ("hook-double-ratio", f"{TIS_ON} --use-rollout-logprobs", {"correction": {"preset": "token-tis", "old": "rollout"}},
-     "count it twice"),
     ("tis-advantages", TIS_ON,
      {"correction": {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}},
      "sees no advantages.*--custom-loss-function-path"),

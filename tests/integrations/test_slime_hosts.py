@@ -18,16 +18,7 @@ from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS as KNOWN
 from megatron_rc.integrations.patching import patch
 from megatron_rc.integrations.slime.hooks.enable import check
-from megatron_rc.integrations.slime.settings import (
-    FAMILY,
-    HOOKS,
-    SlimeSettings,
-    arguments_of_tis,
-    assignments,
-    flag,
-    names,
-    read,
-)
+from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, assignments, flag, names, read
 from megatron_rc.integrations.symbols import Host, inspect_symbols
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
@@ -101,10 +92,15 @@ def calls(path: Path, function: str) -> list[tuple[int, set[str]]]:
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
     folder = sources.tree(host)
-    (module,) = (member.tis_caller for member in FAMILY if member.name == host)
-    loss_file, trainer = folder / f"{module.replace('.', '/')}.py", folder / f"{host}/backends/megatron_utils"
+    losses = {"slime": "megatron_utils/loss.py", "miles": "training_utils/loss_hub/losses.py"}
+    loss_file, trainer = folder / f"{host}/backends/{losses[host]}", folder / f"{host}/backends/megatron_utils"
+    given = [node.value for node in ast.walk(ast.parse(loss_file.read_text())) if isinstance(node, ast.Assign)
+             and ast.unparse(node.targets[0]) == "tis_kwargs"]  # fmt: skip
+    (tis_kwargs,) = [
+        {ast.literal_eval(key) for key in each.keys if key} for each in given if isinstance(each, ast.Dict)
+    ]
     called: dict[Callable[..., Any], list[tuple[int, set[str]]]] = {
-        slime.tis: [(0, {*arguments_of_tis(loss_file)})],
+        slime.tis: [(0, tis_kwargs)],
         slime.pg_loss_reducer: calls(loss_file, "custom_pg_loss_reducer_func"),
         slime.before_train_step: calls(trainer / "model.py", "custom_before_train_step_hook"),
         slime.before_log_prob: calls(trainer / "model.py", "custom_before_log_prob_hook"),

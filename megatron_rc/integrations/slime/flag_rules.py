@@ -61,11 +61,6 @@ def _corrects(args: Any) -> bool:
     return ours and not refused(read, args) and read(args).correction.acts
 
 
-def _only_drops(args: Any) -> bool:
-    """Whether tis drops tokens of a loss whose ratio is pi / mu, and multiplies nothing."""
-    return names(args, "tis") and not refused(read, args) and read(args).correction.old == "rollout"
-
-
 def _is_quantized(args: Any) -> bool:
     fp8_cache = str(args.sglang_kv_cache_dtype).startswith("fp8")
     return bool(args.sglang_quantization) or fp8_cache or read_checkpoint(args.hf_checkpoint).is_quantized
@@ -88,7 +83,7 @@ OWN_RULES = (
         lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
         ROUTER_FUSION.problem, ROUTER_FUSION.fix),
     FlagRule("ratio-counted-twice",
-        lambda args: args.use_rollout_logprobs and args.use_tis and not _only_drops(args),
+        lambda args: args.use_rollout_logprobs and args.use_tis,
         "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
         "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once"),
     FlagRule("temperature", lambda args: args.rollout_temperature <= 0,

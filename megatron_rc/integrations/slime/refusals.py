@@ -9,7 +9,6 @@ from megatron_rc.integrations.slime.settings import (
     ROUTE_SHIFT,
     SlimeSettings,
     flag,
-    hands_over_both,
     in_advantages,
     judges_advantages,
     names,
@@ -114,17 +113,12 @@ _ROUTES = (
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
-        FlagRule("tis-old", lambda args: args.correction.old == "current" or (args.correction.old == "rollout"
-            and not (args.use_rollout_logprobs and hands_over_both())),
-            "megatron_rc.correction.old must be 'recompute' for tis, or 'rollout' with --use-rollout-logprobs and a "
-            "host that hands over current log-probs, got {args.correction.old!r}",
-            f"Use {_BY_LOSS}."),
-        _DOUBLE_RATIO,
+        FlagRule("tis-old", lambda args: args.correction.old != "recompute",
+            "megatron_rc.correction.old must be 'recompute' for tis, got {args.correction.old!r}", f"Use {_BY_LOSS}."),
         _ONE_MICRO_BATCH,
         FlagRule("tis-advantages", lambda args: not in_advantages(args, args.settings)
-            and judges_advantages(args.correction) and not hands_over_both(),
-            "megatron_rc.correction must not reject by the sign of an advantage in tis, which sees no advantages of "
-            "this host",
+            and judges_advantages(args.correction),
+            "megatron_rc.correction must not reject by the sign of an advantage in tis, which sees no advantages",
             f"Use {_BY_LOSS}, or {flag('rollout_data')}.")),
     "loss": (
         *_ALWAYS,

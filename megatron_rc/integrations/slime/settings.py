@@ -1,23 +1,20 @@
 """Settings of the hooks, the `megatron_rc:` section of the --custom-config-path file, and the hooks that they need."""
 
-import ast
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
 from megatron_rc.integrations.scheduler_rule import settings_of
-from megatron_rc.integrations.symbols import Recipe, definition
+from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_mismatch, check_lr_rule
 from megatron_rc.learning_rate.scale import RuleSettings
 from megatron_rc.loss.options import Aggregation
 from megatron_rc.settings.renamed import CurrentNames
-from megatron_rc.versions import find_module
 
 KEY, _HERE = "megatron_rc", "megatron_rc.integrations.slime"
 ROUTE_SHIFT = "route_shift"
@@ -42,12 +39,10 @@ class Member(NamedTuple):
     name: str
     whole_rollouts: bool
     """Whether its hook rollout_data gets a whole rollout before the update."""
-    tis_caller: str
-    """The module that calls the function of --custom-tis-function-path."""
 
 
-SLIME = Member("slime", True, "slime.backends.megatron_utils.loss")
-MILES = Member("miles", False, "miles.backends.training_utils.loss_hub.losses")
+SLIME = Member("slime", True)
+MILES = Member("miles", False)
 FAMILY = (SLIME, MILES)
 
 
@@ -121,29 +116,6 @@ def whole_rollout_settings(correction: RolloutCorrection) -> str:
         "reject must not use 'standardized'": correction.judges(STANDARDIZED),
     }
     return next((change for change, needed in changes.items() if needed), "")
-
-
-@cache
-def hands_over_both() -> bool:
-    """Whether every host that is found passes current log-probs and advantages to tis; False without its source.
-
-    Read once: hooks ask for every micro-batch.
-    """
-    specs = [spec for spec in (find_module(member.tis_caller) for member in FAMILY) if spec is not None]
-    files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
-    both = {"current_log_probs", "advantages"}
-    return bool(specs) and len(files) == len(specs) and all(both.issubset(arguments_of_tis(file)) for file in files)
-
-
-def arguments_of_tis(file: Path) -> Iterator[str]:
-    """Names of the arguments that a host's file passes to tis: the keys of its dictionary tis_kwargs."""
-    caller = definition(file, "policy_loss_function")
-    for node in ast.walk(caller) if caller is not None else ():
-        match node:
-            case ast.Assign(targets=[ast.Name(id="tis_kwargs")], value=ast.Dict(keys=keys)):
-                yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
-            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id="tis_kwargs"), slice=ast.Constant(value=key))]):
-                yield str(key)
 
 
 def hooks_for(correction: RolloutCorrection, lr_rule: RuleSettings | None, *, whole_rollouts: bool) -> list[str]:

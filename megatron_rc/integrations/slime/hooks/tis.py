@@ -11,7 +11,7 @@ from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
-from megatron_rc.integrations.slime.settings import flag, in_advantages, judges_advantages
+from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
 
@@ -29,17 +29,14 @@ def tis(
     response_lengths: Sequence[int],
     max_seq_lens: Sequence[int] | None = None,
     parallel_state: Any = None,
-    current_log_probs: Sequence[Tensor] | Tensor | None = None,
-    advantages: Sequence[Tensor] | Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
     """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
     The masks are returned unchanged: the host also reduces its entropy and KL terms with them, and those count
     rejected tokens. Denominators count all loss tokens. On slime a log-prob of the host's ratio that is not finite
-    makes the loss NaN, because the host has used it already and its gradient is NaN under any weight: the trainer's,
-    and with old 'rollout' the sampler's. miles counts such a token with ratio 1; here it is dropped, or weighs e^-20
-    where the trainer calls it impossible.
+    makes the loss NaN, because the host has used it already and its gradient is NaN under any weight. miles counts such
+    a token with ratio 1; here it is dropped, or weighs e^-20 where the trainer calls it impossible.
 
     Args:
         pg_loss: [N] fp32, nats; response tokens of this rank, samples one after another.
@@ -47,8 +44,6 @@ def tis(
         loss_masks: one [response_length] per sample.
         total_lengths, response_lengths: tokens of each sample.
         max_seq_lens, parallel_state: passed by miles only.
-        current_log_probs, advantages: one [tokens on this rank] per sample, or [N], fp32; passed by versions of the
-            hosts that have them here. old 'rollout' judges current / mu, and a gate with a sign the advantages.
         more: what other versions of the hosts pass, ignored.
 
     Returns:
@@ -60,33 +55,17 @@ def tis(
     LENGTHS.record(response_lengths)
     ranks = parallel()
     layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)
-    two_policies = settings.correction.old == "rollout"
-    if two_policies:
-        train = _handed_over(layout, "current_log_probs", current_log_probs)
-    else:
-        train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
+    train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
     rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
     weigh = args.use_tis and not in_advantages(args, settings)
-    judged = None
-    if weigh and judges_advantages(settings.correction):
-        judged = _handed_over(layout, "advantages", advantages)
     tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
-    corrected, metrics = correct_micro_batch(args, settings, tokens, weigh, judged)
+    corrected, metrics = correct_micro_batch(args, settings, tokens, weigh, None)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
         if parallel_state is None:
-            usable = train.isfinite() & rollout.isfinite() if two_policies else train.isfinite()
-            pg_loss = torch.where(tokens.loss_mask & ~usable, torch.nan, pg_loss)
+            pg_loss = torch.where(tokens.loss_mask & ~train.isfinite(), torch.nan, pg_loss)
     return pg_loss, loss_masks, metrics
-
-
-def _handed_over(layout: Layout, name: str, values: Sequence[Tensor] | Tensor | None) -> Tensor:
-    """[N], detached, of what only some versions of the hosts pass; ValueError if this one does not."""
-    if isinstance(values, Tensor):
-        values = values.split(layout.counts) if values.shape == (sum(layout.counts),) else [*values]
-    remedy = f"this host does not hand it to --custom-tis-function-path; {flag('loss')} needs no such host"
-    return layout.joined(name, values, remedy).detach()
 
 
 def pg_loss_reducer(
