@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,9 @@ from torch import Tensor
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations import hosts
 from megatron_rc.integrations.megatron_lm import HOST
+from megatron_rc.integrations.megatron_lm.loss import calculate_grpo_loss
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
+from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import inspect_symbols
 
 CLIP: dict[str, Any] = {"clamp_eps_lower": 0.2, "clamp_eps_upper": 0.3, "kl_beta": 0.1, "entropy_weight": 0.05}
@@ -140,6 +144,20 @@ def test_token_truncation_is_the_hosts_own_option(
     with patch("megatron-lm", correction=correction):
         found = batch.run(host.rl_utils.calculate_grpo_loss, weights)
     torch.testing.assert_close(found, expected, rtol=1e-6 if upper else 2e-7, atol=1e-7 if upper else 0)
+
+
+def test_a_loss_with_a_term_that_the_correction_would_drop_is_refused_at_the_first_batch(host: SimpleNamespace) -> None:
+    own = host.rl_utils.calculate_grpo_loss
+
+    def more(current: Tensor, *args: Any, **settings: Any) -> Any:
+        loss, *others = own(current, *args, **settings)
+        return loss + settings["kl_beta"] * current**2, *others
+
+    batch, session = Batch("padded", 0), Session(RolloutCorrection(), None)
+    for function, refused in ((own, False), (wraps(own)(more), True)):
+        replaced = partial(calculate_grpo_loss, function, replace(session))
+        with pytest.raises(ValueError, match="has other terms than policy gradient") if refused else nullcontext():
+            batch.run(replaced, torch.ones_like(batch.old))
 
 
 @pytest.mark.host("megatron-lm", proof="own code", feature="corrupt log-probs leave the gradient finite")

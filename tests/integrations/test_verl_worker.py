@@ -23,6 +23,30 @@ def test_the_loss_refuses_to_run_without_the_weights_of_the_trainer_process() ->
         loss_of(batch, batch.old, None, 1)
 
 
+@pytest.mark.parametrize(
+    "wrong", [lambda weights: None, lambda weights: 1 + (weights - 1) * 0.5, lambda weights: -weights]
+)
+def test_a_loss_that_does_not_multiply_its_weights_in_is_refused_at_the_first_batch(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, core = cases.rollout(0), module(f"{PPO}core_algos")
+    own = core.plain
+
+    def plain(**given: Any) -> Any:
+        weights = given["rollout_is_weights"]
+        return own(**{**given, "rollout_is_weights": weights if weights is None else wrong(weights)})
+
+    weights = batch.mask.float()
+    with patched("{correction: token-tis}"):
+        loss_of(batch, batch.old, weights, 1)
+    monkeypatch.setattr(core, "plain", plain)
+    with (
+        patched("{correction: token-tis}"),
+        pytest.raises(ValueError, match="does not multiply rollout_is_weights into"),
+    ):
+        loss_of(batch, batch.old, weights, 1)
+
+
 @pytest.mark.host("verl", proof="stand-in", feature="correction none leaves the loss bit-identical")
 def test_with_correction_none_the_loss_is_the_hosts_bit_for_bit() -> None:
     batch = cases.rollout(0)

@@ -1,9 +1,9 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_100, "triton_kernels": 3_145, "tests": 42_600, "benchmarks": 7_400, "": 97_900}
+LINES = {"megatron_rc": 44_200, "triton_kernels": 3_145, "tests": 43_300, "benchmarks": 7_400, "": 98_900}
 """Lines of Python below each folder and ("") in all."""
 
-WORDS = 40_450
+WORDS = 40_850
 """Words of the documents in docs/ that are written by hand."""
 
 GENERATED = (

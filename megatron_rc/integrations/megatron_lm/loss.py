@@ -43,10 +43,21 @@ def calculate_grpo_loss(original: Function, session: Session, *args: Any, **kwar
         session.micro_batch_log = _two_policy_log(current.detach(), sampled, corrected.mask.view_as(known), known)
         old = torch.where(known, sampled, old)
     call = partial(original, **given)
-    _, kl_term, ratios, entropy_term, above, below = call(current, old, kl_beta=kl_beta, entropy_weight=entropy_weight)
+    whole, kl_term, ratios, entropy_term, above, below = call(
+        current, old, kl_beta=kl_beta, entropy_weight=entropy_weight
+    )
     kept = weights > 0
     gradient_term, *_ = call(torch.where(kept, current, 0), torch.where(kept, old, 0), kl_beta=0.0, entropy_weight=0.0)
-    loss = weights * gradient_term + kl_beta * kl_term - entropy_weight * entropy_term
+    others = kl_beta * kl_term - entropy_weight * entropy_term
+    if not session.compared:
+        session.compared = True
+        parts, expected = (gradient_term + others)[kept], whole.expand_as(kept)[kept]
+        if not torch.allclose(parts, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "calculate_grpo_loss of this Megatron-LM has other terms than policy gradient, KL and entropy, which a "
+                "correction would drop; nothing was updated"
+            )
+    loss = weights * gradient_term + others
     return loss, kl_term, ratios, entropy_term, above, below
 
 

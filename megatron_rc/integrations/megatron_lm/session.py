@@ -84,6 +84,8 @@ class Session(HoldsRule):
     """Index of the micro-batch that the next training step begins with."""
     rollout_log: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [value, 1], metrics of the rollout batch over all data-parallel ranks."""
+    compared: bool = False
+    """Whether the parts of the host's loss have given its whole on a first micro-batch."""
     micro_batch_log: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [numerator, denominator], metrics of the micro-batch whose loss is being computed."""
 

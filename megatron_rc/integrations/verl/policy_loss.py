@@ -1,5 +1,6 @@
 """loss_mode=megatron_rc: a loss of verl with the weights of the correction, or corrected in the worker itself."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,32 @@ def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
     """The host's function, which also knows loss_mode=megatron_rc."""
     if name != LOSS_MODE:
         return original(name)
-    inner = original(state.settings.inner)
+    inner = partial(_compared, state, original(state.settings.inner))
     corrected = corrected_by_the_worker if state.by_the_loss else corrected_by_the_driver
     return lambda *args, **kwargs: corrected(state, inner, Given(*args, **kwargs))
+
+
+def _compared(state: VerlPatch, inner: Function, **given: Any) -> Answer:
+    """`inner`, which must give L, L and 2 L for no weights, ones and twos on the first batch that has weights."""
+    weights = given["rollout_is_weights"]
+    if weights is not None and not state.compared:
+        state.compared = True
+        frozen = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+        device = weights.device
+        losses = []
+        for factor in (None, 1.0, 2.0):
+            # some losses of verl draw tokens at random
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                constant = None if factor is None else torch.full_like(weights, factor)
+                losses.append(inner(**{**frozen, "rollout_is_weights": constant})[0])
+        plain, ones, twos = losses
+        if not torch.allclose(torch.stack([plain, 2 * plain]), torch.stack([ones, twos]), 0, 0, equal_nan=True):
+            raise ValueError(
+                f"loss_mode {state.settings.inner!r} of this verl does not multiply rollout_is_weights into its loss: "
+                f"{plain:.6g} without weights, {ones:.6g} with ones and {twos:.6g} with twos; nothing was updated"
+            )
+    loss, metrics = inner(**given)
+    return loss, metrics
 
 
 def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> Answer:

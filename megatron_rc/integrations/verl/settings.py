@@ -81,6 +81,8 @@ class VerlPatch(HoldsRule):
     """Statistics of the micro-batches that the loss has corrected since the update began, merged into one."""
     announced: bool = False
     """Whether this process has said that the patch is on."""
+    compared: bool = False
+    """Whether the host's loss has shown on a first batch that it multiplies weights in."""
     has_gaps: bool = False
     """Whether the trainer lacks a log-prob of a token that the correction of the last rollout dropped."""
 
