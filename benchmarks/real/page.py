@@ -21,7 +21,7 @@ from megatron_rc.analyze.statistics.displacement import EDGES
 from megatron_rc.correction.warnings import horizon
 from megatron_rc.files import replace_text
 from megatron_rc.jobs.describe import table
-from real.sums import LENGTHS, POSITIONS, RESULTS, RUN, figures, interval
+from real.sums import ENDS, LENGTHS, POSITIONS, RESULTS, RUN, figures, interval
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
@@ -43,6 +43,8 @@ ROUNDED = {
 (PUBLISHED,) = atlas.by_confidence().values()
 FEWEST = 20
 """Tokens of a range that is shown."""
+HELD_OUT = 256
+"""Held-out problems of runs.yaml."""
 TOY_K3 = 3.6e-5
 """k3 of the quickstart, in bf16."""
 SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
@@ -168,6 +170,22 @@ def run() -> tuple[str, list[float]]:
     return table(["step", *RUN], lines), [float(row["persistence"]) for row in found if row["persistence"]]
 
 
+def runs() -> str:
+    """The ends of the runs of runs.yaml, and what each lost against the exact sampler."""
+    with (RESULTS / "runs.csv").open() as file:
+        found = list(csv.DictReader(file))
+    exact = {row["seed"]: float(row["accuracy"]) for row in found if row["run"] == "exact-none"}
+    lines = []
+    for row in found:
+        accuracy, other = float(row["accuracy"]), exact[row["seed"]]
+        # two evaluations of each run, their answers taken as independent
+        error = math.sqrt(sum(p * (1 - p) for p in (accuracy, other)) / (2 * HELD_OUT))
+        lost = f"{100 * (other - accuracy):+.1f} +- {196 * error:.1f}" if row["run"] != "exact-none" else ""
+        cells = [f"`{row['run']}`", row["seed"], f"{float(row['first accuracy']):.1%}", f"{accuracy:.1%}", lost]
+        lines.append([*cells, *(row[name] or "-" for name in ENDS)])
+    return table(["run", "seed", "accuracy before", "at the end", "points lost", *ENDS], lines)
+
+
 def machines(found: dict[str, dict[str, Any]]) -> str:
     return "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()}))
 
@@ -183,6 +201,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "AGAIN": again(),
         "SGLANG_TABLE": gaps(rows("gap_sglang.json")),
         "RUN_TABLE": steps,
+        "RUNS_TABLE": runs(),
         "PERSISTENCE": f"{sum(persistence) / len(persistence):.2f} ({min(persistence):.2f} to {max(persistence):.2f})",
         "PROBE": (RESULTS / "probe.txt").read_text().strip(),
         "MACHINES": machines(found),

@@ -3,6 +3,7 @@
     python benchmarks/real/sums.py runs/real/gap          # writes benchmarks/real/results/gap.json
     python benchmarks/real/sums.py runs/real/gap-cuda     # and of a GPU, gap_cuda.json
     python benchmarks/real/sums.py runs/real/sglang       # metrics of a run, run_sglang.csv
+    python benchmarks/real/sums.py runs/real/runs         # the ends of the runs of runs.yaml, runs.csv
     python benchmarks/real/sums.py runs/a runs/b          # how many metrics of two runs differ, times aside
 
 l = log pi - log mu of a loss token that mu drew, p = pi of it, and eps = logit pi - logit mu:
@@ -155,6 +156,25 @@ def of_run(folder: Path) -> str:
     return "".join(",".join(map(str, line)) + "\n" for line in [["step", *RUN], *lines])
 
 
+ENDS = ("reward/mean", "current/k3", "current/ess_seq", "clip_high", "persistence", "entropy", "grad_norm")
+"""Metrics of a run of runs.yaml, means of its last 20 steps."""
+
+
+def of_runs(folder: Path) -> str:
+    """The CSV of finished runs: accuracy at the first and of the last two evaluations, then ENDS."""
+    lines = [["run", "seed", "processor", "steps", "first accuracy", "accuracy", *ENDS]]
+    for cell in sorted(folder.glob("*/seed-*")):
+        steps = [row for row in read_metrics(cell) if row["phase"] == "rl"]
+        if len(steps) < 2 or not (cell / "report.html").is_file():
+            continue  # a warm-up, or it runs still
+        accuracy = [row["eval/accuracy"] for row in steps if "eval/accuracy" in row]
+        ends = [[row[name] for row in steps[-20:] if name in row] for name in ENDS]
+        numbers = [accuracy[0], sum(accuracy[-2:]) / 2, *(sum(each) / len(each) if each else "" for each in ends)]
+        head = [cell.parent.name, cell.name.removeprefix("seed-"), machine()["flags"].split()[0], steps[-1]["step"]]
+        lines.append([*head, *(f"{number:.4g}" if number != "" else "" for number in numbers)])
+    return "".join(",".join(map(str, line)) + "\n" for line in lines)
+
+
 def compared(one: Path, other: Path) -> str:
     """How many metrics of the steps of two runs differ in a bit or are missing; those of time and throughput aside."""
     ours, theirs = (
@@ -171,6 +191,9 @@ def main(folder: Path, other: Path | None = None) -> None:
         return
     if (folder / "metrics.jsonl").is_file():
         replace_text(RESULTS / f"run_{folder.name}.csv", of_run(folder))
+        return
+    if (folder / "warm").is_dir():
+        replace_text(RESULTS / "runs.csv", of_runs(folder))
         return
     from megatron_rc.tasks.chat import Chat
     from real.prompts import rows

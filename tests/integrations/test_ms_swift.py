@@ -80,6 +80,8 @@ def test_the_released_trainer_agrees_with_its_own_modes_and_is_left_alone_by_non
         found = patched[f"{name}, corrupt"]
         assert all(abs(number) < 10 for number in (found["loss"], *found["gradient"]))
         assert found["metrics"]["rc/nonfinite_share"] == pytest.approx(1 / 21)
+    without = {name.removesuffix(" without"): said for name, said in answers["refused"].items() if "without" in name}
+    assert {*without} == {*CORRECTIONS} - {"none"} and "no rollout log-probs" in without["token_mask"]
     assert answers["undone"] and answers["report"].startswith("ms-swift 4.6")
     assert "counts pi / mu a second time" in answers["refused"]["token_mask grpo"]
     assert "multiplies no weights into its loss" in answers["refused"]["None real"]

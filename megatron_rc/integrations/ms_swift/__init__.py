@@ -49,6 +49,8 @@ SYMBOLS = tuple(
          "offpolicy_metrics", "corrects a micro-batch, and adds metrics of megatron_rc"),
         ("_apply_rollout_importance_sampling", "self, rollout_log_ratio, completion_mask", "weights",
          "returns the weights of the correction"),
+        ("loss_func", "self, output_tensor, data", "loss_func",
+         "refuses a micro-batch whose rollout log-probs did not arrive, which the host would leave uncorrected"),
         ("_compute_is_correction_metrics", "self, rollout_log_ratio, is_weights, completion_mask", "no_metrics",
          "leaves out the host's metrics of a threshold that does not act"),
     )

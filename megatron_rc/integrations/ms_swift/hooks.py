@@ -54,6 +54,15 @@ def init_rollout_engine(original: Function, session: Session, trainer: Any) -> N
     trainer.log_rollout_offpolicy_metrics = True
 
 
+def loss_func(original: Function, session: Session, trainer: Any, output_tensor: Tensor, data: Any) -> Any:
+    """The host's loss; without rollout log-probs on every rank it asks for no weights, and says nothing."""
+    session.corrected = None
+    answer = original(trainer, output_tensor, data)
+    if session.correction.acts and session.corrected is None:
+        raise ValueError("ms-swift has no rollout log-probs for a micro-batch, so nothing would be corrected")
+    return answer
+
+
 def offpolicy_metrics(
     original: Function, session: Session, trainer: Any, train: Tensor, rollout: Tensor, mask: Tensor
 ) -> dict[str, Any]:

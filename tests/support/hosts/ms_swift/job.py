@@ -69,13 +69,13 @@ def trainer(module: Any, mode: str | None, loss_type: str = "grpo") -> Any:
     return made
 
 
-def loss_of(module: Any, made: Any, corrupt: bool = False) -> dict[str, Any]:
+def loss_of(module: Any, made: Any, corrupt: bool = False, arrived: bool = True) -> dict[str, Any]:
     given = batch(corrupt)
     current = given["current"].clone().requires_grad_()
     grpo = SimpleNamespace(
         advantages=given["advantages"], completion_mask=given["mask"], truncated_mask=torch.zeros(BATCH, dtype=bool),
-        ref_per_token_logps=None, old_per_token_logps=given["old"], rollout_per_token_logps=given["rollout"],
-        num_items_in_batch=given["mask"].sum(),
+        ref_per_token_logps=None, old_per_token_logps=given["old"], num_items_in_batch=given["mask"].sum(),
+        rollout_per_token_logps=given["rollout"] if arrived else None,
     )  # fmt: skip
     loss, metrics = module.MegatronGRPOTrainer.loss_func(made, current, {"grpo_batch": grpo})
     loss.backward()
@@ -106,6 +106,10 @@ def answers() -> dict[str, Any]:
             out["patched"][name] = loss_of(module, made)
             out["patched"][f"{name}, corrupt"] = loss_of(module, made, corrupt=True)
             report = patched.report()
+            try:
+                loss_of(module, made, arrived=False)
+            except ValueError as error:
+                out["refused"][f"{name} without"] = str(error)
     for mode, loss_type in (("token_mask", "grpo"), (None, "real")):
         with patch("ms-swift", correction="token-tis"):
             made = trainer(module, mode, loss_type)
