@@ -49,7 +49,7 @@ TOY_K3 = 3.6e-5
 """k3 of the quickstart, in bf16."""
 SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
 """Rows of the figures, where they were measured."""
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 """Seeds of gap.yaml that were measured."""
 
 
@@ -75,6 +75,8 @@ def again() -> str:
             errors.append((high - low) / (2 * 1.96))
             cells.append(f"{figures(row['prompts'])['k3']:.3g} ({low:.3g} to {high:.3g})" if row else "")
         measured = [(figures(row["prompts"])["k3"], error) for row, error in zip(found, errors, strict=True) if row]
+        if len(measured) < 2:
+            continue
         first, error = measured[0]
         z = max(((k3 - first) / math.hypot(error, other) for k3, other in measured[1:]), key=abs)
         pooled = figures([prompt for row in found if row for prompt in row["prompts"]])
