@@ -77,8 +77,8 @@ def again() -> str:
         measured = [(figures(row["prompts"])["k3"], error) for row, error in zip(found, errors, strict=True) if row]
         if len(measured) < 2:
             continue
-        first, error = measured[0]
-        z = max(((k3 - first) / math.hypot(error, other) for k3, other in measured[1:]), key=abs)
+        (first, error), *others = measured
+        z = max(((k3 - first) / math.hypot(error, other) for k3, other in others), key=abs)
         pooled = figures([prompt for row in found if row for prompt in row["prompts"]])
         lines.append([f"`{name}`", *cells, f"{z:+.1f}", f"{pooled['k3']:.3g}", f"{pooled['tokens']:,}"])
     return table(["sampler", *(f"k3, seed {seed}" for seed in SEEDS), "z", "k3 of all", "tokens"], lines)
@@ -201,6 +201,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "CUDA_TABLE": gaps(cuda),
         "CUDA_PARTS": parts(cuda),
         "AGAIN": again(),
+        "OTHERS": machines(rows(seed=2)),
         "SGLANG_TABLE": gaps(rows("gap_sglang.json")),
         "RUN_TABLE": steps,
         "RUNS_TABLE": runs(),
