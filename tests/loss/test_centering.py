@@ -188,4 +188,5 @@ def test_ten_thousand_rows_agree_with_the_functions_of_other_projects(name: str)
     (gradient,) = torch.autograd.grad(found.centering.term.sum(), leaf)
     term, slope = found.centering.term.detach().double(), gradient.double()
     sums = (term.sum(), term.square().sum(), slope.square().sum(), slope[:, 0].sum())
-    assert [value.item() for value in sums] == pytest.approx(expected, rel=1e-6)
+    # terms of both signs cancel in the last one, whose rounding is that of its terms
+    assert [value.item() for value in sums] == pytest.approx(expected, rel=1e-6, abs=5e-6)
