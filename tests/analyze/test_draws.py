@@ -1,6 +1,5 @@
 """Draws against the sampler's own top log-probs: exact by enumeration, right on faults, silent on honest samplers."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, world
+from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, repetition_penalty, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.readers import parquet
+from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.analyze.statistics.draws import SETS, came_before, draws_of
 from megatron_rc.engine import HiddenSampling, SamplingParams
@@ -65,17 +66,6 @@ def logged(w: Any, drawn_from: np.ndarray, ids: np.ndarray | None = None) -> Chu
     return Chunk(chunk.log_pi, chunk.log_mu, chunk.cu_seqlens, columns, chunk.sequences)
 
 
-def without_repetition(w: Any) -> np.ndarray:
-    """[N] ids of a sampler that lowers the logits of ids that came before by one nat."""
-    ids = np.zeros(len(w.noisy), dtype=np.int64)
-    for start, end in pairwise(np.searchsorted(w.sequence, np.arange(w.sequence[-1] + 2))):
-        lowered = np.zeros(w.noisy.shape[1])
-        for row in range(start, end):
-            ids[row] = draw(w.random, w.noisy[row : row + 1] - lowered)[0]
-            lowered[ids[row]] = 1.0
-    return ids
-
-
 def only(log_probs: np.ndarray, keep: np.ndarray) -> np.ndarray:
     return np.where(keep, log_probs, -np.inf)
 
@@ -104,7 +94,7 @@ def test_what_the_sampler_did_after_it_had_logged_is_named(name: str) -> None:
 
 def test_a_penalty_on_repetitions_that_is_not_in_the_logs_is_named() -> None:
     w = world(4, sequences=48)
-    found = diagnosed(logged(w, w.noisy, without_repetition(w)))
+    found = diagnosed(logged(w, w.noisy, repetition_penalty(w, 1.3).tokens["token_id"]))
     assert levels(found) == {"RC109": Level.BUG} and "of ids that came before" in found.verdicts[0].sentence
 
 
@@ -151,6 +141,29 @@ def test_a_file_of_a_real_engine_is_read_and_its_hidden_sampling_named(
         assert "RC109" not in codes
     else:
         assert codes["RC109"] is Level.BUG and said in found.verdicts[0].sentence
+
+
+def test_lists_of_top_logprobs_make_chunks_smaller_and_are_left_out_where_they_are_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = [[-1.0, -2.0]] * 40
+    tables: Any = [{"top_rollout_logprobs": [[[-1.0] * size, [-2.0] * size]] * 40} for size in (64, 256)]
+    tables = [pa.table({"old_logprobs": numbers, "rollout_logprobs": numbers} | lists) for lists in tables]
+    group: Group = (tmp_path / "step-000001.parquet",)
+    with pq.ParquetWriter(group[0], tables[0].schema) as file:
+        for table in tables:
+            file.write_table(table)
+    assert [chunk.log_mu.size for chunk in parquet.read(group, CorruptRows())] == [160]
+    monkeypatch.setattr(parquet, "CHUNK_TOKENS", 400)
+    whole = [*parquet.read(group, CorruptRows())]
+    assert len(whole) > 4 and all(chunk.has("draws") for chunk in whole)
+    monkeypatch.setattr(parquet, "MAX_GROUP_VALUES", 10_000)
+    found = [*parquet.read(group, CorruptRows())]
+    assert {chunk.has("draws") for chunk in found} == {True, False}
+    assert sum(chunk.log_mu.size for chunk in found) == 160
+    monkeypatch.setattr(parquet, "MAX_GROUP_VALUES", 50)
+    with pytest.raises(UnreadableFile, match="write smaller row groups"):
+        [*parquet.read(group, CorruptRows())]
 
 
 def test_a_file_without_them_judges_no_draws_and_one_of_another_type_is_refused(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) 
 def test_the_size_of_a_gap_is_doubted_until_the_precision_is_known(name: str) -> None:
     found = diagnose_dump(TESTS / f"{name}.parquet")
     assert headline(found).startswith("CANNOT TELL") and "--precision" in found.verdicts[0].sentence
-    found = {kind: diagnose_dump(TESTS / f"{name}.parquet", known=Known(kind)) for kind in ("bf16", "int8")}
-    assert "above what bf16 usually gives" in found["bf16"].verdicts[-1].sentence
-    assert headline(found["int8"]) == HEADLINES[Level.NUMERICS]
+    bf16, int8 = (diagnose_dump(TESTS / f"{name}.parquet", known=Known(kind)) for kind in ("bf16", "int8"))
+    assert "above what bf16 usually gives" in bf16.verdicts[-1].sentence
+    assert headline(int8) == HEADLINES[Level.NUMERICS]
 
 
 def test_every_committed_dump_is_judged_here() -> None:

@@ -48,6 +48,12 @@ def test_without_its_settings_a_patch_changes_no_bit(host: str, folder: Path) ->
     assert same(own["off"], patched["off"]) and "on" not in own
 
 
+def test_every_loss_of_verl_but_that_of_the_bypass_doubles_with_its_weights(folder: Path) -> None:
+    losses = outcomes("verl", folder)[0]["off"]["weighed"]
+    doubled = {name for name, (plain, ones, twos) in losses.items() if plain == ones and 2 * plain == twos}
+    assert {*losses} - doubled == {"bypass_mode"} and len(doubled) >= 10
+
+
 def test_v1_of_verl_has_the_loss_of_its_bypass_and_the_asynchronous_program_refuses_it(folder: Path) -> None:
     on = SimpleNamespace(**outcomes("verl", folder)[1]["on"])
     assert "drops loss_type, rollout_rs in this program" in on.program and "instead of gspo" in on.gspo

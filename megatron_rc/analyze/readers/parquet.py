@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, Group, UnreadableFile, first_line
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, chunk_of, wanted_columns
+from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, TOP_IDS, TOP_LOGPROBS, chunk_of, wanted_columns
 
 MAX_GROUP_BYTES = 4 << 30
 """Most decompressed bytes of the wanted columns in one row group, as its header declares them."""
@@ -17,6 +17,8 @@ MAX_GROUP_VALUES = 1 << 29
 """Most values of one wanted column in one row group: run lengths can declare any number of them in a few bytes."""
 MAX_ROWS = 512
 """Rows that are decoded at once; fewer where responses are so long that they hold more than CHUNK_TOKENS."""
+LISTED_PER_TOKEN = 16
+"""Top log-probs that take as much memory as the other columns of a token."""
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
@@ -38,11 +40,13 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
             if isinstance(batch, UnreadableFile):
                 yield from chunk_of(waiting, file, row, corrupt)
                 raise batch
-            waiting.append(batch)
-            tokens += len(batch.column(LOG_MU).flatten())
-            if tokens >= CHUNK_TOKENS:
+            if waiting and (tokens >= CHUNK_TOKENS or waiting[0].schema != batch.schema):
                 yield from chunk_of(waiting, file, row, corrupt)
                 row, waiting, tokens = row + sum(b.num_rows for b in waiting), [], 0
+            waiting.append(batch)
+            tokens += len(batch.column(LOG_MU).flatten())
+            if TOP_LOGPROBS in batch.schema.names:
+                tokens += len(batch.column(TOP_LOGPROBS).flatten().flatten()) // LISTED_PER_TOKEN
         yield from chunk_of(waiting, file, row, corrupt)
 
 
@@ -51,24 +55,29 @@ FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", (frozenset({LOG_PI,
 
 def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[pa.RecordBatch | UnreadableFile]:
     """Yield the rows of a file in order, and last the reason if they cannot be read to the end."""
-    leaves = [i for i, path in enumerate(opened.reader.column_paths) if path[0] in names]
+    paths = [path[0] for path in opened.reader.column_paths]
     for number in range(opened.num_row_groups):
         try:
             # Arrow ends the process when it is asked about a damaged column, but raises an error when it opens a reader
             # of one; asking for a batch of no rows opens the readers and decodes nothing
+            leaves = [i for i, name in enumerate(paths) if name in names]
             next(opened.reader.iter_batches(0, row_groups=[number], column_indices=leaves), None)
             group = opened.metadata.row_group(number)
-            columns = [group.column(leaf) for leaf in leaves]
-            size = sum(column.total_uncompressed_size for column in columns)
-            values = max(column.num_values for column in columns)
-            if size > MAX_GROUP_BYTES or values > MAX_GROUP_VALUES:
+            # the rest of a group is read without its lists of top log-probs where these are too large
+            for chosen in (names, [name for name in names if name not in (TOP_IDS, TOP_LOGPROBS)]):
+                columns = [group.column(i) for i, name in enumerate(paths) if name in chosen]
+                size = sum(column.total_uncompressed_size for column in columns)
+                values = max(column.num_values for column in columns)
+                if size <= MAX_GROUP_BYTES and values <= MAX_GROUP_VALUES:
+                    break
+            else:
                 yield UnreadableFile(
                     f"{file}: row group {number} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} "
                     f"and {MAX_GROUP_VALUES} are read; write smaller row groups"
                 )
                 return
             rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * group.num_rows // max(1, values)))
-            yield from opened.iter_batches(rows, row_groups=[number], columns=names)
+            yield from opened.iter_batches(rows, row_groups=[number], columns=chosen)
         except (pa.ArrowException, OSError) as error:
             yield UnreadableFile(f"{file}: row group {number} is damaged: {first_line(error)}")
             return

@@ -145,9 +145,10 @@ def _chunk(table: pa.Table) -> Chunk:
     log_pi, log_mu = (_flat(table[name]).astype(np.float64) for name in (LOG_PI, LOG_MU))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     if (top := _listed(table, TOP_LOGPROBS, lengths)) is not None:
-        ids, came = _listed(table, TOP_IDS, lengths) if "token_id" in tokens else None, None
+        ids = _listed(table, TOP_IDS, lengths) if "token_id" in tokens else None
+        came = None
         if ids is not None and ids.shape == top.shape:
-            came = came_before(ids.astype(np.int64), tokens["token_id"].astype(np.int64), cu_seqlens)
+            came = came_before(ids, tokens["token_id"], cu_seqlens)
         tokens["draws"] = draws_of(top, log_mu, came)
     return Chunk(log_pi, log_mu, cu_seqlens, tokens, sequences)
 

@@ -10,8 +10,8 @@ temperature draws from: 1 + sum / information is one step of Newton towards its 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ FILTERS = (
 )  # fmt: skip
 SETS = (NOTHING, *(f"{kind} {value:g}" for kind, value in FILTERS), SEEN)
 """Sets of ids by what drops them: nothing, a filter, or having come before in the response."""
-_numbers = ("f4", (len(SETS),))
-DTYPE = np.dtype([(name, *_numbers) for name in ("drawn", "mass", "score", "information")])
+FIELDS = ("drawn", "mass", "score", "information")
+DTYPE = np.dtype([(name, "f4", (len(SETS),)) for name in FIELDS])
 """The column `draws` of a token, by set: whether it was drawn, its probability q; and outside of it, the token's log q
 minus the mean, and the variance."""
 FEWEST_EXPECTED = 10.0
@@ -95,18 +95,12 @@ def _fill(out: NDArray[Any], top: Floats, log_mu: Floats, came: Flags | None) ->
 def came_before(top_ids: Integers, output_ids: Integers, cu_seqlens: Integers) -> Flags:
     """[N, k]: an id of ``top_ids`` [N, k] is among the tokens of its response before it."""
     out = np.zeros(top_ids.shape, bool)
-    never = np.iinfo(np.int64).max
-    first = np.full(1 + max(top_ids.max(initial=0), output_ids.max(initial=0)), never)
-    for start, end in _spans(cu_seqlens):
-        ids = output_ids[start:end]
-        first[ids[::-1]] = np.arange(len(ids))[::-1]
-        out[start:end] = first[top_ids[start:end]] < np.arange(len(ids))[:, None]
-        first[ids] = never
+    for start, end in pairwise(cu_seqlens.tolist()):
+        if start < end:
+            seen, first = np.unique(output_ids[start:end], return_index=True)
+            place = np.minimum(np.searchsorted(seen, top_ids[start:end]), len(seen) - 1)
+            out[start:end] = (seen[place] == top_ids[start:end]) & (first[place] < np.arange(end - start)[:, None])
     return out
-
-
-def _spans(cu_seqlens: Integers) -> Iterator[tuple[int, int]]:
-    yield from zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
 
 
 @dataclass(frozen=True)
@@ -133,14 +127,14 @@ class DrawSums:
     """Sums over tokens with the column `draws`."""
 
     def __init__(self) -> None:
-        self._sums = {name: np.zeros(len(SETS)) for name in (*DTYPE.names, "variance")} if DTYPE.names else {}
+        self._sums = {name: np.zeros(len(SETS)) for name in (*FIELDS, "variance")}
         self._squares = self._largest = 0.0
 
     def add(self, chunk: Chunk) -> None:
         if "draws" not in chunk.tokens:
             return
         found = chunk.tokens["draws"]
-        for name in DTYPE.names or ():
+        for name in FIELDS:
             self._sums[name] += found[name].sum(0, dtype=np.float64)
         self._sums["variance"] += (found["mass"] * (1.0 - found["mass"])).sum(0, dtype=np.float64)
         squares = found["score"][:, 0].astype(np.float64) ** 2

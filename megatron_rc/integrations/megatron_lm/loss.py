@@ -51,14 +51,18 @@ def calculate_grpo_loss(original: Function, session: Session, *args: Any, **kwar
     others = kl_beta * kl_term - entropy_weight * entropy_term
     if not session.compared:
         session.compared = True
-        parts, expected = (gradient_term + others)[kept], whole.expand_as(kept)[kept]
-        if not torch.allclose(parts, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise ValueError(
-                "calculate_grpo_loss of this Megatron-LM has other terms than policy gradient, KL and entropy, which a "
-                "correction would drop; nothing was updated"
-            )
+        _refuse_other_terms((gradient_term + others)[kept], whole.expand_as(kept)[kept])
     loss = weights * gradient_term + others
     return loss, kl_term, ratios, entropy_term, above, below
+
+
+def _refuse_other_terms(parts: Tensor, whole: Tensor) -> None:
+    """Refuse a loss of the host that is not the sum of the three terms; it waits for the device once in a run."""
+    if not torch.allclose(parts, whole, rtol=1e-5, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            "calculate_grpo_loss of this Megatron-LM has other terms than policy gradient, KL and entropy, which a "
+            "correction would drop; nothing was updated"
+        )
 
 
 def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tensor) -> dict[str, Tensor]:

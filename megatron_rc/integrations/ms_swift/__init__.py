@@ -12,7 +12,7 @@ docs/hosts/ms_swift.md has the recipe.
 from functools import partial
 from importlib import import_module
 
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.versions import MS_SWIFT, stated_version
 
@@ -35,7 +35,6 @@ RULES = (
     FlagRule("top-p-top-k", lambda args: args.top_p not in (None, 1) or (args.top_k or -1) > 0,
         "the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
         "Set --top_p 1 and --top_k -1.", good="tokens are sampled from the whole vocabulary", severity="warning"),
-    *MEGATRON_RULES,
 )  # fmt: skip
 DEFAULTS = {**MEGATRON_DEFAULTS, MODE: None, "loss_type": "grpo", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """Arguments that the rules read, with the host's own defaults."""

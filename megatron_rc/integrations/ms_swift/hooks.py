@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import refuse, refuse_correction
+from megatron_rc.integrations.flag_rules import MEGATRON_RULES, refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.ms_swift import DEFAULTS, MODE, RULES
 from megatron_rc.integrations.symbols import Function
@@ -49,7 +49,7 @@ def init_rollout_engine(original: Function, session: Session, trainer: Any) -> N
     if trainer.disable_rollout_importance_sampling:
         raise ValueError("vLLM must be 0.10.2 or newer for rollout log-probs; ms-swift would correct nothing")
     if session.correction.acts:
-        refuse(RULES, trainer.args, DEFAULTS)
+        refuse((*MEGATRON_RULES, *RULES), trainer.args, DEFAULTS)
         setattr(trainer, MODE, "token_truncate")
     trainer.log_rollout_offpolicy_metrics = True
 

@@ -10,14 +10,13 @@ import sys
 import typing
 from argparse import Namespace
 from contextlib import nullcontext
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
+from hosts.absent import Absent
 from torch import Tensor
 
 HEAVY = (
@@ -25,22 +24,7 @@ HEAVY = (
     "pylatexenc", "ray", "sglang", "sglang_router", "starlette", "tensordict", "torch_memory_saver", "torchdata",
     "transfer_queue", "uvicorn", "wandb", "zmq",
 )  # fmt: skip
-"""What the trees import and the functions do not use, or only as the few lines of `stand_ins` do."""
-
-
-class Absent(MetaPathFinder, Loader):
-    """The last finder: an empty module for each of HEAVY that is not installed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in HEAVY else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module: Any = MagicMock(name=spec.name)
-        module.__path__, module.__spec__ = [], spec
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+"""Packages that the trees import. The functions do not use them, or only as the few lines of `stand_ins` do."""
 
 
 class Config(dict[str, Any]):
@@ -62,7 +46,7 @@ class Tensors(dict[str, Tensor]):
 
 
 def stand_ins() -> None:
-    sys.meta_path.append(Absent())
+    sys.meta_path.append(Absent(HEAVY))
     if not hasattr(typing, "override"):  # Python 3.11
         typing.override = lambda method: method  # type: ignore[attr-defined]
     few: dict[str, dict[str, Any]] = {
@@ -86,9 +70,6 @@ def log_probs() -> dict[str, Tensor]:
     corrupt[0, 1], corrupt[2, 3], corrupt[3, 8] = torch.nan, -torch.inf, 0.5
     advantages = torch.randn(4, 1, generator=draw).expand(4, 9).contiguous()
     return {"train": train, "rollout": rollout, "corrupt": corrupt, "mask": mask, "advantages": advantages}
-
-
-# ------------------------------------------------------------------------------------------------------------- verl
 
 
 def configuration(loss_mode: str, correction: dict[str, Any]) -> Any:
@@ -123,46 +104,56 @@ def verl(patched: bool) -> dict[str, Any]:
 
     data = log_probs()
 
+    def loss_of(policy: dict[str, Any], current: Tensor, mask: Tensor = data["mask"], **more: Any) -> Any:
+        """(loss, metrics) of the loss that an actor with this policy_loss takes."""
+        actor = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=0.2,
+            policy_loss=PolicyLossConfig(**policy), global_batch_info={"dp_size": 1, "batch_num_tokens": 33},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return core_algos.get_policy_loss_fn(policy["loss_mode"])(
+            old_log_prob=data["rollout"], log_prob=current, advantages=data["advantages"], response_mask=mask,
+            loss_agg_mode="token-mean", config=actor, **more,
+        )  # fmt: skip
+
+    def weighed(name: str) -> list[Tensor]:
+        """The loss of that name without weights, with ones and with twos."""
+        policy, ones = {"loss_mode": name, "dro_beta": 0.1}, torch.ones_like(data["train"])
+        return [loss_of(policy, data["train"], rollout_is_weights=each)[0] for each in (None, ones, 2 * ones)]
+
     def update(loss_mode: str = "vanilla", mask: Tensor = data["mask"], **correction: Any) -> Any:
         """Loss, gradient and names of the metrics of the actor that V1's trainer configures, or what it raises."""
         config = configuration(loss_mode, {"rollout_is_threshold": 2.0, **correction})
-        made: dict[str, Any] = dict.fromkeys(
-            ("need_critic", "need_reference_policy", "need_teacher_policy"), lambda _: False
-        )
+        needs = ("need_critic", "need_reference_policy", "need_teacher_policy")
+        made: dict[str, Any] = dict.fromkeys(needs, lambda _: False)
         made["RolloutMoELoadBalanceMetricsAccumulator"] = MagicMock()
         try:
             with patch.multiple(trainer_base, **made):
                 trainer_base.PPOTrainer.__init__(MagicMock(), config)
         except ValueError as error:
             return str(error)
-        settings = {name: value for name, value in config.actor_rollout_ref.actor.policy_loss.items()}
-        actor = ActorConfig(
-            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=0.2,
-            policy_loss=PolicyLossConfig(**settings), global_batch_info={"dp_size": 1, "batch_num_tokens": 33},
-        )  # fmt: skip
         current = data["train"].clone().requires_grad_()
-        loss, metrics = core_algos.get_policy_loss_fn(settings["loss_mode"])(
-            old_log_prob=data["rollout"], log_prob=current, advantages=data["advantages"], response_mask=mask,
-            loss_agg_mode="token-mean", config=actor,
-        )  # fmt: skip
+        loss, metrics = loss_of(dict(config.actor_rollout_ref.actor.policy_loss.items()), current, mask)
         return loss.detach(), torch.autograd.grad(loss, current)[0], sorted(metrics)
 
     def program(**correction: Any) -> str:
         """What the fully asynchronous program does."""
         same: dict[str, Any] = {"auto_set_device": lambda _: None, "migrate_legacy_reward_impl": lambda config: config}
-        run = MagicMock()
-        with patch.multiple(fully_async_main, **same), patch.object(main_ppo, "run_ppo", run):
+        ran: list[str] = []
+        run = patch.object(main_ppo, "run_ppo", lambda *_, **__: ran.append("runs"))
+        with patch.multiple(fully_async_main, **same), run:
             try:
                 fully_async_main.main(configuration("vanilla", correction))
             except ValueError as error:
                 return str(error)
-        return "runs" if run.called else "does not run"
+        return ran[0]
 
     everything: dict[str, Any] = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
     found: dict[str, Any] = {
         "off": {
             "none": update(), "bypass": update(bypass_mode=True, loss_type="ppo_clip"),
             "gspo": update("gspo", bypass_mode=True), "three policies": update(**everything, bypass_mode=False),
+            "weighed": {name: weighed(name) for name in core_algos.POLICY_LOSS_REGISTRY},
             "program": [program(), program(bypass_mode=True), program(**everything, bypass_mode=False)],
         }
     }  # fmt: skip
@@ -175,8 +166,6 @@ def verl(patched: bool) -> dict[str, Any]:
         }  # fmt: skip
     return found
 
-
-# ------------------------------------------------------------------------------------------------------------ slime
 
 SEEN: dict[str, Any] = {}
 
@@ -273,9 +262,6 @@ def slime(patched: bool) -> dict[str, Any]:
             "advantages": advantages, "lengths": whole.responses, "denominators": whole.denominators(),
         }  # fmt: skip
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ Megatron-LM
 
 
 def megatron_lm(patched: bool) -> dict[str, Any]:

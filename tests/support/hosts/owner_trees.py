@@ -27,7 +27,7 @@ HOSTS = {
 
 @cache
 def trees(host: str, folder: Path) -> tuple[Path, Path]:
-    """The tree that a variable names, and a copy with the patch, of which every changed file compiles."""
+    """The host's source tree, and a copy with the patch applied, whose changed files must compile."""
     if not os.environ.get(HOSTS[host][0]):
         pytest.skip(f"{HOSTS[host][0]} names no source tree of {host}")
     own, copy = Path(os.environ[HOSTS[host][0]]).resolve(), folder / host

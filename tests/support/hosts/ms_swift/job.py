@@ -7,20 +7,19 @@ The package mcore_bridge wants a GPU, and makes models alone, so an empty one st
 
 import importlib
 import json
-import os
 import sys
 import types
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hosts.absent import Absent
 
 BATCH, LENGTH = 4, 7
 
 
-class Absent(types.ModuleType):
-    """A module that has a class for every name."""
+class Classes(types.ModuleType):
+    """A module that has a class for every name: what it lacks may be a base class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -28,28 +27,25 @@ class Absent(types.ModuleType):
         return type(name, (), {})
 
 
-class Finder:
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "mcore_bridge" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> Absent:
-        module = Absent(spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
 def batch(corrupt: bool = False) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(0)
     rollout = -2 * torch.rand(BATCH, LENGTH, generator=made)
-    old, current = (rollout + size * torch.randn(BATCH, LENGTH, generator=made) for size in (0.8, 0.9))
+    old = rollout + torch.randn(BATCH, LENGTH, generator=made)
+    # within the clip, so that tokens beyond the bounds have a gradient
+    current = old + 0.05 * torch.randn(BATCH, LENGTH, generator=made)
+    # the geometric mean of this sequence is beyond 2
+    rollout[2] -= 1.5
     mask = torch.arange(LENGTH) < torch.tensor([[7], [5], [3], [6]])
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(BATCH, LENGTH)
     if corrupt:
         rollout[0, 1] = torch.nan
-    return {"old": old.clamp(max=0), "rollout": rollout, "current": current, "mask": mask, "advantages": advantages}
+    return {
+        "old": old.clamp(max=0),
+        "rollout": rollout,
+        "current": current.clamp(max=0),
+        "mask": mask,
+        "advantages": advantages,
+    }
 
 
 def trainer(module: Any, mode: str | None, loss_type: str = "grpo") -> Any:
@@ -84,13 +80,12 @@ def loss_of(module: Any, made: Any, corrupt: bool = False, arrived: bool = True)
 
 
 def answers() -> dict[str, Any]:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Absent({"mcore_bridge"}, Classes))
     module = importlib.import_module("swift.megatron.trainers.grpo_trainer")
     mixin = importlib.import_module("swift.megatron.trainers.rollout_mixin").MegatronRolloutMixin
     # it starts a server; what the trainer's own method adds to it runs
     mixin._init_rollout_engine = lambda self: setattr(self, "vllm_version_ge_0_10_2", True)
     module.MegatronGRPOTrainer._resolve_use_gym_env = lambda self: False
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     from megatron.core import parallel_state
 

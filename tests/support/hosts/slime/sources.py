@@ -3,28 +3,13 @@
 import os
 import sys
 from argparse import Namespace
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+
+from hosts.absent import Absent
 
 VARIABLES = {"slime": "SLIME_DIR", "miles": "MILES_DIR"}
 UNUSED = ("ray", "httpx", "torch_memory_saver", "wandb", "sglang", "sglang_router", "pybase64")
-
-
-class _Unused(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in UNUSED else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module: Any = MagicMock(name=spec.name)
-        module.__path__, module.__spec__ = [], spec
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 def folder(host: str) -> Path | None:
@@ -45,8 +30,8 @@ def tree(host: str) -> Path:
 def modules(host: str) -> Namespace:
     """policy_loss_function, reducer(batch, args), tis and set_up() of the real host; for a process of its own."""
     # what is not installed here is looked for last
-    if not any(isinstance(finder, _Unused) for finder in sys.meta_path):
-        sys.meta_path.append(_Unused())
+    if not any(isinstance(finder, Absent) for finder in sys.meta_path):
+        sys.meta_path.append(Absent(UNUSED))
     sys.path.insert(0, str(folder(host)))
     if host == "slime":
         from slime.backends.megatron_utils import cp_utils, loss

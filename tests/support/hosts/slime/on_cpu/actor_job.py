@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[3]))
 
+from hosts.absent import Absent
 from hosts.slime import sources
 
-if not any(isinstance(finder, sources._Unused) for finder in sys.meta_path):
-    sys.meta_path.append(sources._Unused())
+if not any(isinstance(finder, Absent) for finder in sys.meta_path):
+    sys.meta_path.append(Absent(sources.UNUSED))
 
 import ray
 from slime.backends.megatron_utils import actor, initialize, model
