@@ -17,6 +17,8 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.dev
     # leave the caller's random state as it is
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = family.model_class()._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    # in 16 bits a CPU would multiply the strided last row of every prompt by a copy of the weight of its own
+    model.get_output_embeddings().register_forward_pre_hook(lambda head, given: (given[0].contiguous(), *given[1:]))
     return model.eval().requires_grad_(False)
 
 
