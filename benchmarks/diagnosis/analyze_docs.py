@@ -75,9 +75,8 @@ def rule_table() -> str:
     for code in sorted(RULES):
         first = (import_module(f"megatron_rc.analyze.rules.{code.lower()}").__doc__ or "").partition(": ")[2]
         found = " ".join(first.split())
-        rows.append(
-            (f"[{code}](../../megatron_rc/analyze/rules/{code.lower()}.md)", Page(code).title, found.rstrip("."))
-        )
+        link = f"[{code}](../../megatron_rc/analyze/rules/{code.lower()}.md)"
+        rows.append((link, Page(code).title, found.rstrip(".")))
     return table(("code", "cause", "what it sees"), rows).strip()
 
 
@@ -86,20 +85,21 @@ def rule_pictures() -> str:
     return "\n\n".join(f"![{code}: {Page(code).title}](../images/rules/{code}.svg)" for code in drawn)
 
 
-def report(dump: str, host: str) -> str:
-    """What `megatron-rc analyze` prints, started in the repository."""
+def report(dump: str, host: str, end: str = "") -> str:
+    """What `megatron-rc analyze` prints, started in the repository, up to the line ``end``."""
     with contextlib.chdir(ROOT):
         diagnosis = diagnose_dump(dump)
     command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
     text = terminal.text(diagnosis, width=WIDTH, host=host)
-    return "\n".join(["```text", command, text, PAGE_LINE.format("analysis.html"), "```"])
+    rest = "..." if end else PAGE_LINE.format("analysis.html")
+    return "\n".join(["```text", command, text.partition(f"\n{end}\n")[0] if end else text, rest, "```"])
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "columns": (REFERENCE, column_tables),
     "numbers": (REFERENCE, number_table),
     "healthy": (ANALYZE, lambda: report("examples/dumps/healthy.parquet", "")),
-    "sick": (ANALYZE, lambda: report("examples/dumps/sick.parquet", "slime")),
+    "sick": (ANALYZE, lambda: report("examples/dumps/sick.parquet", "slime", end="Who explains |l|")),
     "thresholds": (REFERENCE, threshold_table),
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
@@ -111,9 +111,8 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
 
 def part(name: str) -> re.Pattern[str]:
     """The text of a generated part of a page, as the group ``body``."""
-    return re.compile(
-        rf"(?<=<!-- {name}: written by `make docs` -->\n)(?P<body>.*?)(?=\n<!-- end of {name} -->)", re.DOTALL
-    )
+    begin, end = f"<!-- {name}: written by `make docs` -->", f"<!-- end of {name} -->"
+    return re.compile(rf"(?<={begin}\n)(?P<body>.*?)(?=\n{end})", re.DOTALL)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Findings that somebody has accepted until a date, from the file .megatron-rc.toml of a project."""
+"""Findings that somebody has accepted, until a date in the file .megatron-rc.toml of a project or for good."""
 
 import datetime
 import tomllib
@@ -10,6 +10,8 @@ from megatron_rc import schema
 
 FILE = Path(".megatron-rc.toml")
 """Read from the current folder where no other file is named."""
+FOR_GOOD = datetime.date.max
+"""The last day of a finding that an earlier report already had."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Accepted:
 
     @property
     def state(self) -> str:
+        if self.until == FOR_GOOD:
+            return "does not count"
         return f"{'accepted until' if self.holds else 'no longer accepted since'} {self.until}"
 
 

@@ -57,8 +57,6 @@ def analyze(
     require_format: Annotated[
         Literal["text", "junit", "github"], typer.Option(help="How the outcome of --require is printed.")
     ] = "text",
-    gate: Annotated[str, typer.Option(hidden=True)] = "",
-    gate_format: Annotated[str, typer.Option(hidden=True)] = "",
     select: Annotated[
         str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}", autocompletion=rule_codes)
     ] = "",
@@ -75,6 +73,19 @@ def analyze(
     accepted: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Findings that you accept. [default: .megatron-rc.toml, if it is here]"),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Output of an earlier --json: only other findings count.")
+    ] = None,
+    rule: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A check of yours, run: Python with check(evidence) that returns text or None."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A tokenizer.json, or its folder: shows the worst tokens as text."),
     ] = None,
     host: Annotated[
         str,
@@ -103,11 +114,9 @@ def analyze(
     Exit status: 0 analyzed, 4 a condition of --require does not hold or the second dump is worse, 2 the dump or an
     option could not be read.
     """
-    if gate or gate_format:
-        raise ValueError("--gate and --gate-format are called --require and --require-format; give these instead")
     from rich.console import Console
 
-    from megatron_rc.analyze import conditions, output, terminal
+    from megatron_rc.analyze import conditions, output, own_rule, terminal, token_text
     from megatron_rc.analyze.accepted import FILE, read_accepted
     from megatron_rc.analyze.comparison import compare
     from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
@@ -122,6 +131,11 @@ def analyze(
     host = terminal.host_named(host)
     file = accepted or (FILE if FILE.is_file() else None)
     agreed = () if file is None else read_accepted(file)
+    agreed += () if baseline is None else output.read_baseline(baseline)
+    if tokenizer is not None and share:
+        raise ValueError("--tokenizer shows text, which --share leaves out; give one of them")
+    decode = None if tokenizer is None else token_text.read_tokenizer(tokenizer)
+    checks = {str(path): own_rule.read_check(path) for path in rule or ()}
     known = Known(precision, model_kind, None if floor is None else read_floor(floor), agreed)
     required = conditions.read(require) if require else []
     selected, ignored = _codes(select), _codes(ignore)
@@ -135,9 +149,17 @@ def analyze(
             return analyzed(path, progress=progress)
 
     if after is not None:
-        for option, value in (("--require", require), ("--rc", rc), ("--what-if", what_if), ("--host", host)):
+        one_dump = {
+            "require": require,
+            "rc": rc,
+            "what-if": what_if,
+            "host": host,
+            "rule": rule,
+            "tokenizer": tokenizer,
+        }
+        for option, value in one_dump.items():
             if value:
-                raise ValueError(f"{option} goes with one dump; with two dumps what got worse is the answer")
+                raise ValueError(f"--{option} goes with one dump; with two dumps what got worse is the answer")
         found = compare(diagnosed(dump), diagnosed(after))
         if as_json:
             print(output.as_json(found.to_dict(share=share)))
@@ -147,16 +169,21 @@ def analyze(
             raise typer.Exit(ExitStatus.WRONG)
         return
     diagnosis = diagnosed(dump)
+    if decode and not diagnosis.evidence.has("token_id"):
+        raise ValueError(token_text.NEEDED)
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif require_format == "text":
         terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
+        if decode:
+            terminal.show_tokens(diagnosis.evidence, decode, console=shown)
     outcomes = [condition.check(diagnosis, share=share) for condition in required]
-    if require and require_format == "junit":
+    outcomes += [own_rule.outcome(*named, diagnosis.evidence, share=share) for named in checks.items()]
+    if outcomes and require_format == "junit":
         print(output.junit(outcomes))
-    elif require and require_format == "github":
+    elif outcomes and require_format == "github":
         print(output.github(outcomes), end="")
     elif not as_json:
         terminal.show_outcomes(outcomes, console=shown)
@@ -167,7 +194,7 @@ def analyze(
         given = [f"--{name} {value}" for name, value in options.items() if value]
         given += ["--what-if"] * bool(what_if) + ["--share"] * share
         command = " ".join(["megatron-rc analyze", "DUMP" if share else without_folder(str(dump)), *given])
-        path = pages.write(diagnosis, html, share=share, what_if=bool(what_if), command=command)
+        path = pages.write(diagnosis, html, share=share, what_if=bool(what_if), decode=decode, command=command)
         # the program that reads JSON or annotations finds nothing else on standard output
         print(PAGE_LINE.format(path), file=sys.stderr if as_json or require_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):

@@ -13,6 +13,7 @@ HEADLINES = {
     Level.LAG: "LAG: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
+OTHER = "NUMERICS: no sign of a bug but those that were accepted"
 TOO_FEW = "TOO FEW TOKENS TO SAY: no rule found a bug in {tokens:,}, and {fewest:,} are needed"
 CANNOT_TELL = "CANNOT TELL: no rule found a bug, but {reason}"
 LARGE_K3 = 1e-3
@@ -42,7 +43,7 @@ def headline(diagnosis: Diagnosis) -> str:
         )
     if rc501.size_doubt(evidence):
         return CANNOT_TELL.format(reason="a gap of this size needs --precision, --model-kind or --floor")
-    return HEADLINES[level]
+    return OTHER if diagnosis.judgement.accepted else HEADLINES[level]
 
 
 def excluded(diagnosis: Diagnosis) -> str:

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from megatron_rc.analyze.accepted import FOR_GOOD, Accepted
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.headline import headline
+from megatron_rc.analyze.rules.rule import DOUBTS
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.significance import Test
@@ -75,6 +78,21 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
 def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> str:
     """``to_dict`` as JSON; a number that is not finite is null."""
     return as_json(to_dict(diagnosis, share=share, what_if=what_if))
+
+
+def read_baseline(path: Path) -> tuple[Accepted, ...]:
+    """What an earlier ``--json`` found or had accepted, and what it did not judge because of that, accepted for good.
+
+    Raises ValueError where the file holds no such output.
+    """
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        found = [verdict["code"] for verdict in earlier["verdicts"] if verdict["level"] in DOUBTS]
+        reasons = {code: f"{path.name} does not judge it beside {bug}" for code, bug in earlier["not_judged"].items()}
+        reasons |= {code: f"it is in {path.name}" for code in [*found, *earlier["accepted"]]}
+        return tuple(Accepted(code, reason, FOR_GOOD) for code, reason in reasons.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--baseline: {path} is not what `megatron-rc analyze --json` prints ({error!r})") from None
 
 
 def as_json(values: Any) -> str:

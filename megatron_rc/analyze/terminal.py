@@ -11,10 +11,12 @@ from rich.table import Table
 from megatron_rc.analyze import report_text
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.headline import excluded, headline
 from megatron_rc.analyze.readers import FORMATS
 from megatron_rc.analyze.rules.rule import DOUBTS, HOSTS, Level
 from megatron_rc.analyze.statistics.what_if import Missing
+from megatron_rc.analyze.token_text import Decode, in_context, probabilities, worst_tokens
 
 STYLES = {
     Level.BUG: "bold red",
@@ -33,6 +35,8 @@ IN_FULL = 2
 """With at most this many verdicts, each is printed in full; with more, only the first is."""
 TOP_METHODS = 8
 """Most corrections that are printed; the page has all of them."""
+TOP_TOKENS = 5
+"""Tokens whose text is printed; the page has more."""
 BAR = 20
 """Characters of a bar of 100 %."""
 
@@ -106,6 +110,16 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
     for at in table.drift.by_length:
         left.add_row(*report_text.drift_cells(at))
     console.print(left)
+
+
+def show_tokens(evidence: Evidence, decode: Decode, *, console: Console) -> None:
+    """Print the text of the worst tokens, one per line."""
+    console.print("[bold]Where the two sides differ most[/]")
+    for token in worst_tokens(evidence, TOP_TOKENS):
+        before, own, after = map(escape, in_context(evidence, token, decode))
+        console.print(
+            Padding(f"{probabilities(evidence, token)}: [dim]{before}[/][bold]{own}[/][dim]{after}[/]", INDENT)
+        )
 
 
 def show_outcomes(outcomes: Sequence[Outcome], *, console: Console) -> None:

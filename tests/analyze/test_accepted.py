@@ -93,3 +93,16 @@ def test_an_unknown_code_is_refused_before_the_dump_is_read(tmp_path: Path) -> N
     (tmp_path / "a.toml").write_text(ENTRY.replace("RC102", "RC999"))
     done = CliRunner().invoke(app, ["analyze", SICK, "--no-html", "--accepted", str(tmp_path / "a.toml")])
     assert done.exit_code != 0 and "unknown rule 'RC999'" in str(done.exception or done.output)
+
+
+def test_what_an_earlier_report_found_or_could_not_judge_beside_it_does_not_count(tmp_path: Path) -> None:
+    command, earlier = ["analyze", SICK, "--no-html"], tmp_path / "earlier.json"
+    earlier.write_text(CliRunner().invoke(app, [*command, "--json"]).output)
+    done = CliRunner().invoke(app, [*command, "--require", "RC=none", "--baseline", str(earlier)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0 and "NUMERICS: no sign of a bug but those that were accepted" in said
+    assert "RC102 does not count (it is in earlier.json)" in said
+    assert "RC103 does not count (earlier.json does not judge it beside RC102)" in said
+    # a report in which the finding had not come yet hides nothing
+    earlier.write_text(json.dumps({"verdicts": [], "accepted": [], "not_judged": {}}))
+    assert CliRunner().invoke(app, [*command, "--require", "RC=none", "--baseline", str(earlier)]).exit_code == 4

@@ -10,6 +10,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages import answers, bounds, by_bin, confidence, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
+from megatron_rc.analyze.token_text import Decode
 from megatron_rc.drawing.frame import SCRIPT, document, without_folder
 from megatron_rc.versions import installed_version
 
@@ -18,13 +19,20 @@ _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + O
 
 
 def write(
-    diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False, command: str = ""
+    diagnosis: Diagnosis,
+    path: str | Path,
+    *,
+    share: bool = False,
+    what_if: bool = False,
+    decode: Decode | None = None,
+    command: str = "",
 ) -> Path:
     """Write the page of a diagnosis to a file, which may hold an earlier page; returns the path.
 
     Args:
         share: leave out what may name people, machines or text: path, names of servers, finish reasons, ids.
         what_if: also compute what each correction would do, which takes seconds and torch.
+        decode: text of token ids; the worst tokens are shown as text.
         command: what made the page, for its last line.
 
     Raises ValueError where the file cannot be written, or is not a page of an analysis.
@@ -34,7 +42,7 @@ def write(
     version = installed_version("megatron-rc") or "of a folder that is not installed"
     made = f"megatron-rc {version}, {datetime.date.today()}"
     footer = f"<footer>{made}{f': <code>{escape(command)}</code>' if command else ''}</footer>"
-    path.write_text(page(diagnosis, share=share, what_if=what_if, footer=footer), encoding="utf-8")
+    path.write_text(page(diagnosis, share=share, what_if=what_if, decode=decode, footer=footer), encoding="utf-8")
     return path
 
 
@@ -52,7 +60,14 @@ def refuse_foreign(path: Path) -> None:
             raise ValueError(f"--html: {path} exists and is not the page of an analysis; give another file")
 
 
-def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False, footer: str = "") -> str:
+def page(
+    diagnosis: Diagnosis,
+    *,
+    share: bool = False,
+    what_if: bool = False,
+    decode: Decode | None = None,
+    footer: str = "",
+) -> str:
     """The page as text; the same diagnosis and footer give the same bytes."""
     evidence = diagnosis.evidence
     charts = [
@@ -72,7 +87,7 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False, fo
     ]
     tables = [
         by_bin.who_explains(evidence),
-        tokens.top_tokens(evidence, share),
+        tokens.top_tokens(evidence, share, decode),
         answers.what_if(diagnosis, what_if),
         answers.not_judged(diagnosis, share),
     ]

@@ -28,7 +28,7 @@ class Judgement(NamedTuple):
     not_judged: dict[str, str]
     """The rule whose bug must be fixed first, by rule."""
     accepted: list[Verdict]
-    """What the user has accepted: it decides nothing."""
+    """Bugs, suspects and undecided answers that the user has accepted: they decide nothing."""
 
 
 def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:
@@ -48,7 +48,7 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
         elif missing := [name for name in rule.needs if not evidence.has(name)]:
             not_run[rule.code] = missing
         elif (verdict := rule.verdict(evidence)) is not None:
-            (accepted if rule.code in agreed else verdicts).append(verdict)
+            (accepted if rule.code in agreed and verdict.level in DOUBTS else verdicts).append(verdict)
         wrong = [v.code for v in verdicts if v.level in DOUBTS]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage
         if wrong and last_of_stage:
