@@ -1,7 +1,6 @@
 """Weights, losses and learning rates against verl's own functions: recorded, of VERL_DIR, or of an installed verl."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from hosts.verl import cases, sources
 
 from megatron_rc.integrations.symbols import inspect_symbols
 from megatron_rc.integrations.verl import HOST, driver
+from megatron_rc.integrations.verl.panels import settings_of_verl
 from megatron_rc.integrations.verl.settings import prepare
 
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
@@ -37,18 +37,10 @@ def corrected(name: str, batch: cases.Rollout) -> tuple[torch.Tensor, dict[str, 
     """Weights, with 0 at rejected tokens, and metrics of the trainer process."""
     state = prepare(cases.correction(name), None)
     fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
-    data, metrics = driver.correct_rollout(lambda *args: None, state, SimpleNamespace(batch=fields), {})
+    data, metrics = driver.correct_rollout(
+        lambda batch, settings: (batch, {}), state, SimpleNamespace(batch=fields), {}
+    )
     return data.batch["rollout_is_weights"], metrics
-
-
-def at_level(source: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics as they are with the log-probs that verl got: the recording has the same log-ratios higher up."""
-    nats = cases.LOWERED - GOLDEN["lowered"] if source == "recorded" else 0
-    moved = dict(metrics)
-    for policy in ("rollout_corr/training", "rollout_corr/rollout"):
-        moved[f"{policy}_log_ppl"] -= nats
-        moved[f"{policy}_ppl"] *= math.exp(-nats)
-    return moved
 
 
 @pytest.mark.host("verl", proof="own code", feature="symbols where they are expected")
@@ -67,14 +59,30 @@ def test_weights_kept_tokens_and_metrics_are_those_of_verl(source: str, name: st
     table = {key: each for key, each in answers(source, "table").items() if key.startswith(f"{name}, ")}
     assert len(table) == (2 if source == "recorded" else 5)
     for key, theirs in table.items():
-        weights, lowered = corrected(name, cases.rollout(int(key.rpartition(" ")[2])))
-        metrics = at_level(source, lowered)
+        weights, metrics = corrected(name, cases.rollout(int(key.rpartition(" ")[2])))
         expected = torch.tensor(theirs["weights"])
         torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
         assert ((weights > 0) == (expected > 0)).all()
         assert len(theirs["metrics"]) >= 10
         for metric, value in theirs["metrics"].items():
             assert metrics[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_verl_is_asked_to_log_its_own_panels_for_the_same_correction(name: str) -> None:
+    wanted = cases.CASES[name].verl
+    wanted = {"rollout_is_batch_normalize": False, **wanted} if "rollout_is" in wanted else wanted
+    asked = settings_of_verl(cases.correction(name))
+    assert {key: str(value) for key, value in asked.items()} == {key: str(value) for key, value in wanted.items()}
+
+
+@real
+@pytest.mark.parametrize("name", cases.CASES)
+def test_no_panel_of_verl_is_lost_or_differs(name: str) -> None:
+    found = sources.job("panels")[name]
+    assert len(found["theirs"]) >= 12 and "rollout_corr/ppl_ratio" in found["theirs"]
+    for panel, value in found["theirs"].items():
+        assert found["ours"][panel] == pytest.approx(value, rel=1e-5, abs=1e-6), panel
 
 
 @either
@@ -157,12 +165,8 @@ def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it
 def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_its_own_correction() -> None:
     refusals = list(sources.job("configurations").values())
     assert refusals[:3] == ["", "", ""]
-    assert [refusal.split(" ")[0] for refusal in refusals[3:]] == [
-        "algorithm.rollout_correction.bypass_mode",
-        "algorithm.rollout_correction.bypass_mode",
-        "algorithm.rollout_correction.rollout_is",
-        "lr_rule",
-    ]
+    own = [f"algorithm.rollout_correction.{name}" for name in ("bypass_mode", "bypass_mode", "rollout_is")]
+    assert [refusal.split(" ")[0] for refusal in refusals[3:]] == [*own, "lr_rule"]
 
 
 @real
@@ -191,7 +195,7 @@ ray.init(runtime_env=get_ppo_ray_runtime_env(), num_cpus=1, include_dashboard=Fa
 def loss():
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    return get_policy_loss_fn("megatron_rc").args[0].__name__
+    return get_policy_loss_fn("megatron_rc").__module__
 
 
 print("ANSWER", ray.get(loss.remote()))
@@ -202,4 +206,6 @@ print("ANSWER", ray.get(loss.remote()))
 def test_a_ray_process_is_patched_by_what_the_main_process_hands_on() -> None:
     environment = sources.environment(MEGATRON_RC_CONFIG="{correction: token-tis}")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", RAY], env=environment, capture_output=True, text=True)
-    assert done.stdout.rpartition("ANSWER ")[2].strip() == "corrected_by_the_driver", done.stderr[-4000:]
+    assert done.stdout.rpartition("ANSWER ")[2].strip() == "megatron_rc.integrations.verl.policy_loss", done.stderr[
+        -4000:
+    ]

@@ -11,6 +11,7 @@ from megatron_rc.correction.correct import correct
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.verl.panels import panels_of_verl
 from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
 from megatron_rc.learning_rate import scale
@@ -52,7 +53,8 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
         state.has_gaps = bool(gaps.any())
         if state.has_gaps:
             data["old_log_probs"] = _filled(data, gaps)
-    return batch, checked_metrics(state, corrected.metrics)
+    panels = panels_of_verl(original, state.correction, train, rollout, data["response_mask"])
+    return batch, {**panels, **checked_metrics(state, corrected.metrics)}
 
 
 def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:

@@ -35,9 +35,7 @@ CASES = {
     "token-tis": Case(_is("token", 2.0), _weight(upper=2.0)),
     "icepop": Case(_is("token", "0.5_5.0"), _weight(mode="mask", lower=0.5, upper=5.0)),
     "seq-tis": Case(_is("sequence", 2.0), _weight(level="sequence", upper=2.0)),
-    "batch norm": Case(
-        _is("token", 2.0, rollout_is_batch_normalize=True), {**_weight(upper=2.0), "normalize": "batch"}
-    ),
+    "batch norm": Case(_is("token", 2.0, rollout_is_batch_normalize=True), _weight(upper=2.0) | {"normalize": "batch"}),
     # verl bounds mu / pi: its lower_upper is our 1/upper_1/lower
     "token_k1": Case(_rs("token_k1", "0.5_4.0"), _gate("ratio", "token", lower=0.25, upper=2.0)),
     "token_k2": Case(_rs("token_k2", 0.2), _gate("k2", "token", upper=0.2)),
@@ -48,8 +46,11 @@ CASES = {
     "seq_mean_k3": Case(_rs("seq_mean_k3", 0.1), _gate("k3", "sequence", "mean", upper=0.1)),
     "seq_max_k2": Case(_rs("seq_max_k2", 0.4), _gate("k2", "sequence", "max", upper=0.4)),
     "token-tis and seq_mean_k3": Case(
-        {**_is("token", 2.0), **_rs("seq_mean_k3", 0.1)},
-        {**_weight(upper=2.0), **_gate("k3", "sequence", "mean", upper=0.1)},
+        _is("token", 2.0) | _rs("seq_mean_k3", 0.1), _weight(upper=2.0) | _gate("k3", "sequence", "mean", upper=0.1)
+    ),
+    "geo-mask-token-tis": Case(
+        _is("token", 2.0) | _rs("seq_mean_k1", "0.8_1.25"),
+        _weight(upper=2.0) | _gate("ratio", "sequence", "mean", lower=0.8, upper=1.25),
     ),
 }
 """verl's setting and ours, with equal results."""
@@ -103,5 +104,4 @@ def loss_by_hand(batch: Rollout, weights: Tensor, counted: int, old: Tensor | No
     losses = torch.where(advantages < 0, torch.minimum(losses, -3 * advantages), losses)
     loss = torch.where(batch.mask.bool(), losses * weights.double(), 0).sum() / counted
     loss.backward()
-    assert current.grad is not None
     return loss.item(), current.grad

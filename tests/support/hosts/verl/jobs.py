@@ -37,10 +37,6 @@ def text(case: str, **fields: Any) -> str:
     return json.dumps({"correction": cases.correction(case, **fields.pop("correction", {})).to_dict(), **fields})
 
 
-SHARED = [f"rollout_corr/{name}" for name in (*driver.SAME, "chi2_token", "chi2_seq")]
-"""Metrics that verl and we report under one name."""
-
-
 def number(value: float) -> float:
     """With the digits that fp32 has."""
     return float(f"{value:.8g}")
@@ -49,14 +45,26 @@ def number(value: float) -> float:
 def table() -> dict[str, Any]:
     """verl's weights, masks and metrics for every case and batch."""
     answers = {}
+    shared = [f"rollout_corr/{name}" for name in (*driver.SAME, "chi2_token", "chi2_seq")]  # of one name in both
     for name, case in cases.CASES.items():
         for seed in cases.SEEDS:
             batch = cases.rollout(seed)
             proto, mask, metrics = OWN(batch.old, batch.rollout, batch.mask, **case.verl)
             weights = torch.ones_like(batch.old) if proto is None else proto.batch["rollout_is_weights"]
-            known = {key: number(value) for key, value in metrics.items() if key in SHARED}
+            known = {key: number(value) for key, value in metrics.items() if key in shared}
             weights = [[number(value) for value in row] for row in (weights * mask).tolist()]
             answers[f"{name}, {seed}"] = {"weights": weights, "metrics": known}
+    return answers
+
+
+def panels() -> dict[str, Any]:
+    """Everything that verl logs of a rollout, alone and patched, by case."""
+    batch, answers = cases.rollout(1), {}
+    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
+    for name, case in cases.CASES.items():
+        with patched(text(name)):
+            both = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(DataProto.from_dict(fields), {})
+        answers[name] = {"theirs": OWN(*fields.values(), **case.verl)[2], "ours": both[1]}
     return answers
 
 
@@ -107,19 +115,13 @@ def config(**correction: Any) -> Any:
 def update_v1(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict[str, float]]:
     """What V1's trainer process hands to the workers: correction, advantages, update."""
     shape = torch.where(batch.old != 0, 1, 0)
-    template = torch.nested.as_nested_tensor(
-        [row[: int(length)] for row, length in zip(batch.mask, shape.sum(-1), strict=True)], layout=torch.jagged
-    )
+    masks = [row[: int(length)] for row, length in zip(batch.mask, shape.sum(-1), strict=True)]
+    template = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
     nested = partial(response_to_nested, response_mask=template)
     rows = len(batch.mask)
-    fields: dict[str, Any] = {
-        "response_mask": template,
-        "loss_mask": nested(batch.mask),
-        "rollout_log_probs": nested(batch.rollout),
-        "old_log_probs": nested(batch.old),
-        "rm_scores": nested(torch.zeros_like(batch.old).index_fill_(1, torch.tensor([0]), 1.0)),
-        "uid": torch.arange(rows),
-    }
+    fields: dict[str, Any] = {"response_mask": template, "loss_mask": nested(batch.mask), "uid": torch.arange(rows)}
+    fields |= {"rollout_log_probs": nested(batch.rollout), "old_log_probs": nested(batch.old)}
+    fields["rm_scores"] = nested(torch.zeros_like(batch.old).index_fill_(1, torch.tensor([0]), 1.0))
     queue = Queue(fields, rows)
     trainer = object.__new__(get_trainer_cls("sync"))
     trainer.config, trainer.distillation_config = config(**correction), None
@@ -138,9 +140,8 @@ def update_v0(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     rows = len(batch.mask)
     fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout}
     fields |= {"response_mask": batch.mask, "advantages": batch.advantages}
-    proto, metrics = compute_rollout_correction_and_add_to_batch(
-        DataProto.from_dict(fields), config(**correction).algorithm.rollout_correction
-    )
+    settings = config(**correction).algorithm.rollout_correction
+    proto, metrics = compute_rollout_correction_and_add_to_batch(DataProto.from_dict(fields), settings)
     lengths = (batch.old != 0).long()
     prompt = torch.ones(rows, PROMPT, dtype=torch.int64)
     proto.batch["input_ids"] = torch.cat([prompt, lengths], 1)
@@ -155,41 +156,30 @@ def update_v0(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     return update_actor.call_args.args[0], metrics
 
 
-def actor(loss_mode: str) -> Any:
-    return FSDPActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(loss_mode=loss_mode)
-    )
-
-
 def update(batch: cases.Rollout, data: Any, cut: int, loss_mode: str = "vanilla") -> dict[str, Any]:
     """Loss and gradient of verl's ppo_loss, as its engines sum them over ``cut`` micro-batches."""
     mask = data["loss_mask"]
     counted = int((mask.values() if mask.is_nested else mask).sum())
-    total, gradient = 0.0, []
+    policy, total, gradient = PolicyLossConfig(loss_mode=loss_mode), 0.0, []
+    actor = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy)
     for rows in torch.arange(len(batch.mask)).chunk(cut):
         lengths = [int((batch.old[row] != 0).sum()) for row in rows]
-        whole = [
-            torch.cat([torch.zeros(PROMPT - 1), batch.current[row, :length], torch.zeros(1)])
+        leaves = [
+            torch.cat([torch.zeros(PROMPT - 1), batch.current[row, :length], torch.zeros(1)]).requires_grad_()
             for row, length in zip(rows.tolist(), lengths, strict=True)
         ]
-        leaves = [each.requires_grad_() for each in whole]
-        fields = {
-            name: _rows(data[name], rows, lengths)
-            for name in ("response_mask", "old_log_probs", "advantages", "rollout_is_weights")
-            if data.get(name, None) is not None
-        }
+        names = ("response_mask", "old_log_probs", "advantages", "rollout_is_weights")
+        fields = {name: _rows(data[name], rows, lengths) for name in names if data.get(name, None) is not None}
         prompts = torch.nested.as_nested_tensor([torch.ones(PROMPT) for _ in lengths], layout=torch.jagged)
         responses = torch.nested.as_nested_tensor([torch.ones(length) for length in lengths], layout=torch.jagged)
         micro = TensorDict({**fields, "prompts": prompts, "responses": responses}, [len(lengths)])
         tu.assign_non_tensor(micro, dp_size=1, batch_num_tokens=counted, global_batch_size=len(batch.mask))
-        log_probs = torch.nested.nested_tensor_from_jagged(
-            torch.cat(leaves), torch.tensor([0, *(length + PROMPT for length in lengths)]).cumsum(0)
-        )
-        loss, _ = ppo_loss(actor(loss_mode), {"log_probs": log_probs}, micro)
+        offsets = torch.tensor([0, *(length + PROMPT for length in lengths)]).cumsum(0)
+        log_probs = torch.nested.nested_tensor_from_jagged(torch.cat(leaves), offsets)
+        loss, _ = ppo_loss(actor, {"log_probs": log_probs}, micro)
         loss.backward()
         total += loss.item()
         for leaf, length in zip(leaves, lengths, strict=True):
-            assert leaf.grad is not None
             padded = torch.nn.functional.pad(leaf.grad[PROMPT - 1 : -1], (0, batch.mask.shape[1] - length))
             gradient.append([number(value) for value in padded.tolist()])
     return {"loss": total, "gradient": gradient, "counted": counted}
@@ -201,14 +191,13 @@ def _rows(values: Tensor, rows: Tensor, lengths: list[int]) -> Tensor:
     return torch.nested.as_nested_tensor(chosen, layout=torch.jagged)
 
 
-UPDATES = {"V1": update_v1, "V0": update_v0}
 TIS_AND_GATE = "token-tis and seq_mean_k3"
 
 
 def updates() -> dict[str, Any]:
     """Loss, gradient and denominator of an update in V1 and V0, by verl's own correction and by ours."""
     batch, answers = cases.rollout(1), {}
-    for version, make in UPDATES.items():
+    for version, make in (("V1", update_v1), ("V0", update_v0)):
         own, metrics = make(batch, **cases.CASES[TIS_AND_GATE].verl)
         answers[f"{version} own"] = {**update(batch, own, 1), "metrics": metrics}
         for denominator in ("original", "kept"):
@@ -260,16 +249,13 @@ def corrupt() -> dict[str, Any]:
 
 def answers() -> dict[str, Any]:
     """Answers by name of the function."""
-    return {function.__name__: function() for function in (table, updates, bypass, corrupt)}
-
-
-GOLDEN_SEEDS = cases.SEEDS[:2]
+    return {function.__name__: function() for function in (table, panels, updates, bypass, corrupt)}
 
 
 def main() -> None:
-    recorded = {name: each for name, each in table().items() if int(name.rpartition(" ")[2]) in GOLDEN_SEEDS}
+    recorded = {name: each for name, each in table().items() if int(name.rpartition(" ")[2]) in cases.SEEDS[:2]}
     own = {name: each for name, each in updates().items() if name.endswith("own")}
-    version = {"verl": verl.__version__, "commit": sys.argv[1], "lowered": cases.LOWERED}
+    version = {"verl": verl.__version__, "commit": sys.argv[1]}
     json.dump({**version, "table": recorded, "updates": own}, sys.stdout, separators=(",", ":"))
 
 

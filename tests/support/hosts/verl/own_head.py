@@ -25,6 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hosts.cut_out import run_definitions
+from hosts.verl import head_job
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from megatron_rc.training import emulation
 
 FORWARD, KERNELS = "verl/models/mcore/model_forward_fused.py", "verl/utils/kernel"
 FUNCTIONS = ("fused_output_processor", "_fused_GPTModel_forward")
@@ -80,9 +85,6 @@ def kernel(tree: str, folder: Path) -> Any:
 
 def functions(tree: str, linear_cross_entropy: Any) -> dict[str, Any]:
     """`FUNCTIONS` of the tree, with this kernel."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
     names: dict[str, Any] = {
         "parallel_state": parallel_state,
         "gather_from_sequence_parallel_region": gather_from_sequence_parallel_region,
@@ -96,20 +98,14 @@ def functions(tree: str, linear_cross_entropy: Any) -> dict[str, Any]:
 
 
 def _rank(rank: int, tree: str, folder: str, ranks: int) -> None:
-    from hosts.verl import head_job
-    from megatron.core import parallel_state
-
-    from megatron_rc.training import emulation
-
     emulation.emulate_cuda_on_cpu()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     own = Path(folder, f"{ranks}-{rank}")
     own.mkdir()
     made = functions(tree, kernel(tree, own))
-    answers = {
-        layout: head_job.answers(made, head_job.case(), rank, *layout) for layout in LAYOUTS if layout[0] == ranks
-    }
+    layouts = [layout for layout in LAYOUTS if layout[0] == ranks]
+    answers = {layout: head_job.answers(made, head_job.case(), rank, *layout) for layout in layouts}
     torch.save(answers, own / "answers.pt")
     dist.destroy_process_group()
 
@@ -118,17 +114,13 @@ def answers(tree: str) -> dict[tuple[int, bool], list[Any]]:
     """By layout: for every rank, the answers of verl's own functions and kernels, which other processes compute."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-        subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, tree, f"{folder}/answers.pt"], check=True, timeout=900,
-            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        )  # fmt: skip
-        found: dict[tuple[int, bool], list[Any]] = torch.load(f"{folder}/answers.pt", weights_only=False)
-    return found
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+        command = [sys.executable, "-W", "ignore", __file__, tree, f"{folder}/answers.pt"]
+        subprocess.run(command, env=environment, check=True, timeout=900)
+        return torch.load(f"{folder}/answers.pt", weights_only=False)
 
 
 def _main(tree: str, target: str, record: str | None = None) -> None:
-    from hosts.verl import head_job
-
     out: dict[tuple[int, bool], list[Any]] = {layout: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2):

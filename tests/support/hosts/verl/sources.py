@@ -31,12 +31,10 @@ def environment(**variables: str) -> dict[str, str]:
 def _answers() -> dict[str, Any]:
     """Answers of every function of jobs.py and worker_jobs.py, in one process: verl takes long to import."""
     code = "import json, jobs, worker_jobs; print('ANSWER', json.dumps({**jobs.answers(), **worker_jobs.answers()}))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment(), capture_output=True, text=True, timeout=900
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
-    answers: dict[str, Any] = json.loads(done.stdout.rpartition("ANSWER")[2])
-    return answers
+    return json.loads(done.stdout.rpartition("ANSWER")[2])
 
 
 def job(name: str) -> Any:

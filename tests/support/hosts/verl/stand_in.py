@@ -15,11 +15,9 @@ from megatron_rc.integrations.installed import INSTALLED
 from megatron_rc.integrations.verl.plugin import patch_verl
 
 PPO, V1, V0 = "verl.trainer.ppo.", "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
+ACTOR = {"strategy": "megatron", "policy_loss": {"loss_mode": "vanilla"}}
 CONFIG: dict[str, Any] = {
-    "actor_rollout_ref": {
-        "actor": {"strategy": "megatron", "policy_loss": {"loss_mode": "vanilla"}},
-        "rollout": {"calculate_log_probs": True},
-    },
+    "actor_rollout_ref": {"actor": ACTOR, "rollout": {"calculate_log_probs": True}},
     "algorithm": {"rollout_correction": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}},
 }
 
