@@ -75,7 +75,10 @@ def patch_host(
         allowed = " or ".join(map(repr, target.heads))
         raise ValueError(f"head must be {allowed} with host {target.name!r}, got {head.head!r}")
     if target.recipe is not None:
-        version = _inspected(target) if target.is_importable() else None
+        version = None
+        if target.is_importable():
+            version = _version(target)
+            _check_symbols(target, session=None)
         nothing_replaced = Installed(target, version, correction, lr_rule, session=None)
         return Patch(nothing_replaced, target.recipe(correction, lr_rule))
     installed = INSTALLED.get(target.name)
@@ -128,7 +131,8 @@ class Patch:
             if installed.held and self.active:
                 lines += [f"still the host's own, in what cannot be changed: {', '.join(installed.held)}"]
             if host.in_parts and self.active:
-                waiting = [symbol.path for symbol in host.replaceable if symbol.module not in sys.modules]
+                wanted = [symbol for symbol in host.replaceable if symbol.needed(installed.session)]
+                waiting = [symbol.path for symbol in wanted if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += _news(host, installed.version)
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
@@ -169,42 +173,45 @@ def _news(host: Host, version: str | None) -> list[str]:
     return lines
 
 
-def _inspected(host: Host) -> str | None:
-    """The version of a host; ValueError if a symbol in its files is not as expected."""
+def _version(host: Host) -> str | None:
+    """The version of a host; ValueError where it is not there, or is older than what is known."""
     if not host.is_importable():
         raise ValueError(f"{host.name} cannot be imported: no module {host.module} on sys.path")
     version = host.read_version()
     if not host.knows(version) and not host.is_newer(version):
         raise ValueError(f"{host.name} must be of version {' or '.join(host.versions)}, found {version}")
-    problems = [inspected.problem for inspected in inspect_symbols(host) if inspected.problem]
-    if problems:
-        raise ValueError(f"{host.name} cannot be patched: " + "; ".join(problems))
     return version
 
 
+def _check_symbols(host: Host, session: Any) -> None:
+    """ValueError if a symbol that the session needs is not as expected in the host's files."""
+    inspected = [found for found in inspect_symbols(host) if found.problem and found.symbol.needed(session)]
+    if inspected:
+        raise ValueError(f"{host.name} cannot be patched: " + "; ".join(str(found.problem) for found in inspected))
+
+
 def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> Installed:
-    version = _inspected(host)
+    version = _version(host)
     session = host.prepare(correction, lr_rule) if head == LOGITS else host.prepare(correction, lr_rule, head)
-    loaded = [symbol for symbol in host.replaceable if not host.in_parts or symbol.module in sys.modules]
+    _check_symbols(host, session)
+    wanted = [symbol for symbol in host.replaceable if symbol.needed(session)]
+    loaded = [symbol for symbol in wanted if not host.in_parts or symbol.module in sys.modules]
     installed = Installed(host, version, correction, lr_rule, session, head)
     _replace(installed, loaded)
-    for symbol in host.replaceable:
+    for symbol in wanted:
         if symbol not in loaded:
             installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
     return installed
 
 
 def _replace(installed: Installed, symbols: Sequence[Symbol]) -> None:
-    places = [_place(installed.host, symbol, installed.session) for symbol in symbols]
-    installed.replace([place for place in places if place is not None])
+    installed.replace([_place(installed.host, symbol, installed.session) for symbol in symbols])
 
 
-def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:
+def _place(host: Host, symbol: Symbol, session: Any) -> Place:
     assert symbol.make is not None
     owner, original = _live(host, symbol)
     replacement = symbol.make(original, session)
-    if replacement is None:
-        return None
     if not isinstance(replacement, FunctionType):
         replacement = _as_function(replacement, original)
     return Place(symbol, owner, original, replacement)

@@ -95,6 +95,7 @@ def get_optimizer_param_scheduler(original: Function, state: HoldsRule, *args: A
 
 ATTACHES_RULE = Symbol(
     "megatron.training.training", "get_optimizer_param_scheduler", "optimizer",
-    replaced_by(__name__, "get_optimizer_param_scheduler", when=lambda state: state.lr_rule is not None),
+    replaced_by(__name__, "get_optimizer_param_scheduler"),
     "attaches the rule of the learning rate and keeps its state in the checkpoint",
+    when=lambda state: state.lr_rule is not None,
 )  # fmt: skip

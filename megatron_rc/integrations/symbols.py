@@ -27,15 +27,19 @@ class Symbol:
     """"function" or "Class.method"."""
     parameters: str
     """As in its def line, with defaults and without annotations: "model, tokens, no_grad=False"."""
-    make: Callable[[Function, Any], Function | None] | None
-    """(original, session) -> its replacement, or None where the settings of this patch need none. None: it is never
-    replaced, and ours call or extend it."""
+    make: Callable[[Function, Any], Function] | None
+    """(original, session) -> its replacement. None: it is never replaced, and ours call or extend it."""
     summary: str
     """What the replacement does, one line."""
+    when: Callable[[Any], bool] | None = None
+    """Whether the settings of a session need it; None: all do. Where they do not, it may be missing or have changed."""
 
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
+
+    def needed(self, session: Any) -> bool:
+        return self.when is None or self.when(session)
 
 
 class Recipe(NamedTuple):
@@ -120,22 +124,13 @@ class Host:
         return version is not None and not self.knows(version) and not is_older(version, self.versions[-1])
 
 
-def replaced_by(
-    module: str, name: str, *, when: Callable[[Any], bool] = lambda session: True
-) -> Callable[[Function, Any], Function | None]:
+def replaced_by(module: str, name: str) -> Callable[[Function, Any], Function]:
     """`Symbol.make` for the function ``name`` of ``module``, which takes (original, session, *what the host passes).
 
     What the host passes to a method begins with its object. The module is imported when a host is patched, because a
     table of symbols must not load torch.
-
-    Args:
-        when: whether a session needs the replacement.
     """
-
-    def make(original: Function, session: Any) -> Function | None:
-        return partial(getattr(import_module(module), name), original, session) if when(session) else None
-
-    return make
+    return lambda original, session: partial(getattr(import_module(module), name), original, session)
 
 
 class Inspected(NamedTuple):

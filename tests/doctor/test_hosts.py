@@ -21,7 +21,7 @@ from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.symbols import Host, body_of, definition
 
 STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
-HOST, RULE = "megatron-training", "get_optimizer_param_scheduler"
+HOST, MODULE, RULE = "megatron-training", "megatron.training.training", "get_optimizer_param_scheduler"
 
 
 @pytest.fixture
@@ -40,15 +40,9 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     # the stand-in's own code counts as tested
     training = tmp_path / "megatron/training/training.py"
-    of_stub = {f"megatron.training.training.{name}": {body_of(read(training, name))} for name in ("train_step", RULE)}
+    of_stub = {f"{MODULE}.{name}": {body_of(definition(training, name))} for name in ("train_step", RULE)}
     monkeypatch.setattr(symbols, "known_bodies", lambda: of_stub)
     return tmp_path / "megatron"
-
-
-def read(file: Path, name: str) -> Any:
-    node = definition(file, name)
-    assert node is not None
-    return node
 
 
 def found(name: str = HOST) -> dict[str, Finding]:
@@ -61,7 +55,7 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
     assert {f.status for f in findings.values() if f.decided} == {"good"}
     assert {f.found for f in findings.values() if not f.decided} == {"the host's flags are not known"}
     assert "0.19.2" in findings["version"].found
-    step = findings["megatron.training.training.train_step"]
+    step = findings[f"{MODULE}.train_step"]
     assert "takes (forward_step_func, data_iterator, model, optimizer," in step.found and "pools" in step.found
     assert "megatron.training" not in sys.modules
 
@@ -71,6 +65,7 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
     [
         ("error", ("iteration=None", "step=None"), "train_step", "but the patch was made for"),
         ("error", ("def train_step", "def one_step"), "train_step", "is missing from"),
+        ("warning", ("def get_optimizer_param", "def optimizer_param"), RULE, "refuses only settings that need it"),
         ("error", ("MINOR = 19", "MINOR = 16"), "version", "0.16.2, and patch knows 0.17, 0.18"),
         ("warning", ("p2p_communicator=None", "p2p_communicator=None, clock=None"), "train_step", "takes clock"),
         ("warning", ("MINOR = 19", "MINOR = 99"), "version", "of its symbols were compared"),
@@ -80,7 +75,7 @@ def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub:
 def test_a_changed_host_is_an_error_and_one_with_more_a_warning(
     stub: Path, status: str, change: tuple[str, str], check: str, sentence: str
 ) -> None:
-    file = stub / {"train_step": "training/training.py", "version": "core/package_info.py"}[check]
+    file = stub / ("core/package_info.py" if check == "version" else "training/training.py")
     file.write_text(file.read_text().replace(*change))
     (finding,) = [f for name, f in found().items() if name.endswith(check)]
     assert finding.status == status, finding.found
@@ -97,9 +92,9 @@ def test_comments_annotations_and_docstrings_are_not_code(stub: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "python", "status"),
     [
-        *(("megatron-lm", "3.11.9", "error"), ("megatron-lm", "3.12.0", "good"), ("nemo-rl", "3.12.1", "error")),
-        *(("nemo-rl", "3.13.5", "good"), ("verl", "3.13.0", "error"), ("verl", "3.11.2", "good")),
-        ("slime", "3.13.0", "good"),
+        ("megatron-lm", "3.11.9", "error"), ("megatron-lm", "3.12.0", "good"), ("slime", "3.13.0", "good"),
+        ("nemo-rl", "3.12.1", "error"), ("nemo-rl", "3.13.5", "good"), ("verl", "3.13.0", "error"),
+        ("verl", "3.11.2", "good"),
     ],
 )  # fmt: skip
 def test_a_python_that_the_host_does_not_take_is_an_error(host: str, python: str, status: str) -> None:
@@ -138,9 +133,7 @@ def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
         assert "router-dtype" in checked
 
 
-LIBRARIES: dict[str, Any] = {
-    "torch": "2.13", "triton": "3.9", "transformer_engine": "2.20", "apex": "0.1", "flash_attn": "2.8",
-}  # fmt: skip
+LIBRARIES = {"torch": "2.13", "triton": "3.9", "transformer_engine": "2.20", "apex": "0.1", "flash_attn": "2.8"}
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,8 @@ def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 def bindings() -> dict[str, Any]:
-    core, user = module("core"), module("user")
-    return {
-        **{f"core.{name}": vars(core)[name] for name in ("loss", "decorated")},
-        **{f"user.{name}": vars(user)[name] for name in ("loss", "decorated")},
-        "step": vars(core.Scheduler)["step"],
-    }
+    found = {f"{part}.{name}": vars(module(part))[name] for part in ("core", "user") for name in ("loss", "decorated")}
+    return {**found, "step": vars(module("core").Scheduler)["step"]}
 
 
 def test_functions_methods_and_names_imported_by_value_are_replaced_and_restored_exactly() -> None:
@@ -147,6 +143,25 @@ def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.Mo
                 module("core")
 
 
+@pytest.mark.parametrize("parameters", ["x, scale", None], ids=["other parameters", "missing"])
+def test_a_symbol_that_these_settings_do_not_need_may_be_missing_or_have_changed(
+    parameters: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, expected = ("loss", parameters) if parameters else ("absent", "x")
+    conditional = Symbol("tiny_host.core", name, expected, make, "", lambda session: session.wanted)
+    for wanted in (True, False):
+        state = SimpleNamespace(originals=[], released=0, wanted=wanted)
+        symbols = (conditional, *host().symbols[1:])
+        use(monkeypatch, symbols=symbols, prepare=lambda correction, lr_rule, state=state: state)
+        if wanted:
+            with pytest.raises(ValueError, match=f"tiny cannot be patched: tiny_host.core.{name} "):
+                patch("tiny", correction=NONE)
+        else:
+            with patch("tiny", correction=NONE) as patched:
+                assert module("core").loss(1) == "host loss" and name not in patched.report()
+                assert module("core").decorated(1) == "ours, not host decorated"
+
+
 def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice_and_undoing_twice_counts_once() -> None:
     before = bindings()
     outer = patch("tiny", correction=NONE)
@@ -161,10 +176,9 @@ def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice_and_un
 
 def test_other_settings_on_a_patched_host_are_refused() -> None:
     with patch("tiny", correction=NONE):
-        with pytest.raises(ValueError, match="already patched with other settings"):
-            patch("tiny", correction="token-tis")
-        with pytest.raises(ValueError, match="already patched with other settings"):
-            patch("tiny", correction=NONE, lr_rule=LengthDecaySettings())
+        for other in ({"correction": "token-tis"}, {"correction": NONE, "lr_rule": LengthDecaySettings()}):
+            with pytest.raises(ValueError, match="already patched with other settings"):
+                patch("tiny", **other)
     with patch("tiny", correction="token-tis"):
         patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
 

@@ -25,9 +25,6 @@ def process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
-# -- the plugin
-
-
 def test_the_plugin_does_nothing_and_imports_nothing_heavy_without_its_variable() -> None:
     code = "import verl, sys; print([name for name in ('torch', 'yaml', 'pydantic') if name in sys.modules])"
     done = process(code, VERL_STUB_PLUGIN="megatron_rc.integrations.verl.plugin")
@@ -74,9 +71,6 @@ print(json.dumps(get_ppo_ray_runtime_env()["env_vars"]))
     assert read(handed["MEGATRON_RC_CONFIG"]) == read(text)
 
 
-# -- replacing and undoing
-
-
 @pytest.mark.host("verl", proof="stand-in", feature="symbols where they are expected")
 @pytest.mark.host("verl", proof="stand-in", feature="everything is given back")
 def test_functions_are_replaced_as_their_modules_arrive_and_all_are_given_back() -> None:
@@ -114,9 +108,6 @@ def test_a_patch_in_this_process_refuses_a_rule_that_no_other_process_could_be_g
         patch("verl", lr_rule=LengthDecayLR(1e-3))
 
 
-# -- refusals
-
-
 @pytest.mark.host("verl", proof="refused", feature="bounds by lag")
 @pytest.mark.parametrize(
     ("text", "sentence"),
@@ -134,14 +125,14 @@ def test_a_patch_in_this_process_refuses_a_rule_that_no_other_process_could_be_g
         ("{correction: cispo}", "surrogate must be null or 'ppo' in verl, which has its own, got 'cispo'"),
         ("{correction: {old: rollout}, surrogate: cispo}", "surrogate must not be 'cispo' with verl, whose own loss"),
         ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),
-        ("{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
-         "when must be 'always' unless old is 'rollout'"),
+        ("{correction: {reject: [{upper: 4, when: negative_advantage}]}}", "must be 'always' unless old is 'rollout'"),
         ("{correction: icepop, denominator: kept, lr_rule: length_decay}",
          "denominator must be 'original' for a learning rate"),
         ("{correction: {old: rollout}, lr_rule: {rule: mismatch, signal: k3, target: 1}}",
          "signal of lr_rule must be 'length'"),
         ("{correction: none, inner: bypass_mode}", "inner must be a loss_mode of verl that takes weights"),
         ("{correction: token-tis, denominator: kept}", "denominator must be 'original' with a correction that drops"),
+        ("{head: linear, vocab_parallel_logprobs: true}", "vocab_parallel_logprobs must be False with head: linear"),
         ("{correction: none, max_nonfinite_share: 2}", "max_nonfinite_share must be in"),
         ("{corection: none}", "corection"),
     ],
@@ -153,7 +144,7 @@ def test_settings_that_verl_cannot_honour_are_refused_by_name(text: str, sentenc
 
 
 WITHOUT_POLICY_LOSS = {"enabled": True, "distillation_loss": {"use_task_rewards": False, "use_policy_gradient": False}}
-LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
+LOSS_MODE, OWN = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
@@ -161,26 +152,21 @@ LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.
     [
         ("{lr_rule: length_decay}", "actor_rollout_ref.actor.strategy", "fsdp2", "actor.strategy=megatron"),
         ("{lr_rule: length_decay}", LOSS_MODE, "megatron_rc", "needs a correction in"),
-        ("{correction: none}", "algorithm.rollout_correction", None, "must not be null: verl then never calls"),
-        ("{correction: none}", "algorithm.rollout_correction.rollout_is", "token", "rollout_is must be null"),
-        ("{correction: none}", "algorithm.rollout_correction.rollout_rs", "token_k1", "rollout_rs must be null"),
-        ("{correction: none}", BYPASS, True, "bypass_mode must be True exactly"),
-        ("{correction: {old: rollout}}", BYPASS, False, "bypass_mode must be True"),
-        ("{correction: {old: rollout}}", BYPASS, True, "loss_mode must be megatron"),
+        ("{correction: none}", OWN, None, "must not be null: verl then never calls"),
+        ("{correction: none}", f"{OWN}.rollout_is", "token", "rollout_is must be null"),
+        ("{correction: none}", f"{OWN}.rollout_rs", "token_k1", "rollout_rs must be null"),
+        ("{correction: none}", f"{OWN}.bypass_mode", True, "bypass_mode must be True exactly"),
+        ("{correction: {old: rollout}}", f"{OWN}.bypass_mode", False, "bypass_mode must be True"),
+        ("{correction: {old: rollout}}", f"{OWN}.bypass_mode", True, "loss_mode must be megatron"),
         ("{correction: none}", "actor_rollout_ref.rollout.calculate_log_probs", False, "there is no log mu"),
         ("{correction: none}", LOSS_MODE, "bypass_mode", "must not be bypass_mode"),
         ("{correction: none, inner: gspo}", LOSS_MODE, "vanilla", "inner acts only"),
         ("{correction: token-tis}", LOSS_MODE, "geo_mean", "not be geo_mean"),
         ("{correction: icepop}", LOSS_MODE, "clip_cov", "not be clip_cov with a correction that drops tokens"),
-        (
-            "{correction: token-tis}",
-            "algorithm.rollout_correction.rollout_is_threshold",
-            5.0,
-            "must be 2.0, its default",
-        ),
-        ("{correction: none}", "algorithm.rollout_correction.rollout_is_batch_normalize", True, "must be False, its"),
-        ("{correction: none}", "algorithm.rollout_correction.loss_type", "reinforce", "must be ppo_clip, its default"),
-        ("{correction: none}", "algorithm.rollout_correction.score_centering", True, "must be False, its default"),
+        ("{correction: token-tis}", f"{OWN}.rollout_is_threshold", 5.0, "must be 2.0, its default"),
+        ("{correction: none}", f"{OWN}.rollout_is_batch_normalize", True, "must be False, its"),
+        ("{correction: none}", f"{OWN}.loss_type", "reinforce", "must be ppo_clip, its default"),
+        ("{correction: none}", f"{OWN}.score_centering", True, "must be False, its default"),
         ("{correction: none}", "actor_rollout_ref.rollout.temperature", 0.0, "a greedy sampler has no log-prob"),
         ("{correction: none}", "actor_rollout_ref.rollout.top_p", 0.9, "top_p=1 and"),
         ("{correction: none}", "actor_rollout_ref.rollout.top_k", 20, "draws from a part of the vocabulary"),
@@ -220,9 +206,6 @@ def test_the_asynchronous_program_with_its_bypass_is_refused_where_it_starts_and
     with patched("{correction: {old: rollout}}"):
         module(f"{PPO}rollout_corr_helper").apply_bypass_mode(batch, {}, {})
     assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
-
-
-# -- the trainer process
 
 
 def test_padding_rows_count_nowhere() -> None:

@@ -47,6 +47,8 @@ def symbol_checks(host: Host) -> Registry[HostFacts]:
         def look(facts: HostFacts, path: str = symbol.path, summary: str = symbol.summary) -> Finding:
             facts.require_importable()
             inspected = facts.symbols[path]
+            if inspected.problem and inspected.symbol.when:
+                return warning(f"{inspected.problem}; patch refuses only settings that need it", fix)
             if inspected.problem:
                 return error(inspected.problem, fix)
             if inspected.added:
@@ -201,13 +203,9 @@ _library(
 def apex(facts: Environment) -> Finding:
     """Installed or not."""
     if facts.libraries["apex"] is None:
-        return note(
-            "NVIDIA Apex is missing: weight gradients are added by a separate kernel, norms are torch's",
-            "Build NVIDIA/apex from source, or pass --no-gradient-accumulation-fusion and --no-persist-layer-norm.",
-        )
+        fix = "Build NVIDIA/apex from source, or pass --no-gradient-accumulation-fusion and --no-persist-layer-norm."
+        return note("NVIDIA Apex is missing: weight gradients are added by a separate kernel, norms are torch's", fix)
     if not facts.apex_kernels:
-        return warning(
-            "the package apex that is installed is not NVIDIA's, which is not on PyPI",
-            "pip uninstall apex, and build NVIDIA/apex from source if it is wanted.",
-        )
+        fix = "pip uninstall apex, and build NVIDIA/apex from source if it is wanted."
+        return warning("the package apex that is installed is not NVIDIA's, which is not on PyPI", fix)
     return good(f"NVIDIA Apex {facts.libraries['apex']}")

@@ -25,8 +25,8 @@ _MARKS_MISSING = "marks missing rollout log-probs with NaN"
 
 def _corrected(module: str, name: str, parameters: str, ours: str, summary: str) -> Symbol:
     """A symbol that a run with a correction replaces by the function of the same name in our module ``ours``."""
-    replacement = replaced_by(f"{OURS}.{ours}", name, when=lambda session: session.correction is not None)
-    return Symbol(module, name, parameters, replacement, summary)
+    replacement = replaced_by(f"{OURS}.{ours}", name)
+    return Symbol(module, name, parameters, replacement, summary, lambda session: session.correction is not None)
 
 
 SYMBOLS = (
@@ -62,8 +62,9 @@ SYMBOLS = (
     _corrected(PACKING, "pack_inference_logprobs",
         "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING),
     Symbol(PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
-        replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head.linear),
-        "names the rows of a bin that have a loss: the head computes no others"),
+        replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index"),
+        "names the rows of a bin that have a loss: the head computes no others",
+        when=lambda session: session.head.linear),
 )  # fmt: skip
 
 DIFFERENCES = (
