@@ -55,18 +55,16 @@ def difference(arm: pd.DataFrame, other: pd.DataFrame, column: str = "final") ->
         above, below = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
         sign_p = float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
         p = float(test.pvalue) if test else float(gaps[0] == 0)
-        return Difference(
-            statistics.fmean(gaps), *map(float, bounds), statistics.median(gaps), len(gaps), above, p, sign_p, True
-        )
+        mean, middle = statistics.fmean(gaps), statistics.median(gaps)
+        return Difference(mean, *map(float, bounds), middle, len(gaps), above, p, sign_p, True)
     first, second = (each.groupby("seed").mean().tolist() for each in (one, two))
     least = min(len(first), len(second))
     if least < 2:
         return Difference(NAN, NAN, NAN, NAN, least, 0, NAN, NAN, False)
     test = stats.ttest_ind(first, second, equal_var=False)
     mean, middle = (f(first) - f(second) for f in (statistics.fmean, statistics.median))
-    return Difference(
-        mean, *map(float, test.confidence_interval(LEVEL)), middle, least, 0, float(test.pvalue), NAN, False
-    )
+    low, high = map(float, test.confidence_interval(LEVEL))
+    return Difference(mean, low, high, middle, least, 0, float(test.pvalue), NAN, False)
 
 
 def _values(rows: pd.DataFrame, column: str) -> pd.Series:

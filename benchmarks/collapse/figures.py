@@ -75,9 +75,8 @@ def arms(frame: pd.DataFrame) -> Any:
                 axes.plot(10 * np.arange(exact.size), values, color=COLOURS[method], lw=0.7, alpha=0.45)
             axes.plot(10 * np.arange(exact.size), _mean(rows), color=COLOURS[method], lw=2.2)
             axes.plot(10 * np.arange(exact.size), exact, color=SOFT, lw=1.2, ls="--")
-            axes.set_title(
-                f"{LABELS.get(method, method)}: {counted(rows, 'failed')} failed", fontsize=9.5, color=INK, loc="left"
-            )
+            title = f"{LABELS.get(method, method)}: {counted(rows, 'failed')} failed"
+            axes.set_title(title, fontsize=9.5, color=INK, loc="left")
             axes.set_ylim(0, 1)
         line[0].set_ylabel(words, color=INK, fontsize=9.5)
     figure.supxlabel("step; dashed: mean of the exact sampler", fontsize=9, color=SOFT)
@@ -114,9 +113,8 @@ def cliff(frame: pd.DataFrame) -> Any:
         axes.scatter([], [], marker="o", color=colour, s=26, label=words)
     axes.axhline(1, color=SOFT, lw=0.8, ls="--")
     axes.set_ylim(0, 1.18)
-    axes.set_xlabel(
-        "tokens with pi / mu outside [0.8, 1.28], first quarter of an uncorrected run", fontsize=9, color=INK
-    )
+    words = "tokens with pi / mu outside [0.8, 1.28], first quarter of an uncorrected run"
+    axes.set_xlabel(words, fontsize=9, color=INK)
     axes.set_ylabel("final accuracy, relative to the exact sampler's", fontsize=9, color=INK)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

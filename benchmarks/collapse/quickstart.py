@@ -61,10 +61,8 @@ def table(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
         spread = f" ± {statistics.stdev(last):.1%}" if len(last) > 1 else ""
         cells = (comparison.label(choice), str(len(runs)), f"{statistics.fmean(last):.1%}{spread}")
         cells += (f"{min(last):.1%}, {max(last):.1%}", f"{statistics.fmean(max(run.accuracy) for run in runs):.1%}")
-        cells += tuple(
-            f"{statistics.fmean(values):.2g}"
-            for values in zip(*((run.k3, run.ess, run.gradient_norm) for run in runs), strict=True)
-        )
+        measured = zip(*((run.k3, run.ess, run.gradient_norm) for run in runs), strict=True)
+        cells += tuple(f"{statistics.fmean(values):.2g}" for values in measured)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

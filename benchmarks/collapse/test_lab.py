@@ -92,7 +92,7 @@ def test_a_smooth_rise_is_half_done_where_it_is_and_noise_has_not_moved(begins: 
         rising[::7] = math.nan
         for sign in (1, -1):
             found = half_way(sign * rising, falls=sign < 0)
-            assert found is not None and abs(found - begins) <= 3
+            assert abs(found - begins) <= 3
         assert half_way(noise) is None
 
 
@@ -117,14 +117,9 @@ def finished_run(folder: Path, rollout: dict[str, Any], accuracy: list[float]) -
 
 
 def test_a_run_becomes_one_row_and_reading_again_replaces_it(tmp_path: Path) -> None:
-    data = {
-        "job": {
-            "task": {"kind": "arithmetic"}, "model": {"config": DENSE}, "train": TRAIN, "rollout": {"dtype": "fp32"},
-        },
-        "axes": {"gap": {"lag": {"rollout.lag": 5}}},
-        "endpoints": {"exact": {"gap": "lag"}},
-        "seeds": [3],
-    }  # fmt: skip
+    job = {"task": {"kind": "arithmetic"}, "model": {"config": DENSE}, "train": TRAIN, "rollout": {"dtype": "fp32"}}
+    axes, endpoints = {"gap": {"lag": {"rollout.lag": 5}}}, {"exact": {"gap": "lag"}}
+    data = {"job": job, "axes": axes, "endpoints": endpoints, "seeds": [3]}
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
     recipe.write_text(schema.dump_yaml(data))
     finished_run(out / "lag/seed-3", {"dtype": "fp32", "lag": 5}, [0.6, 0.6, 0.6, 0.2, 0.1, 0.2, 0.3])

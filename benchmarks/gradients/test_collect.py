@@ -62,8 +62,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     process.start()
     process.join()
     assert process.exitcode == 0
-    out: dict[str, Any] = torch.load(folder / "run/measured", weights_only=False)
-    return out
+    return torch.load(folder / "run/measured", weights_only=False)
 
 
 def test_rollouts_at_a_checkpoint_are_those_of_the_weights_that_the_run_serves(measured: dict[str, Any]) -> None:
@@ -72,12 +71,9 @@ def test_rollouts_at_a_checkpoint_are_those_of_the_weights_that_the_run_serves(m
     assert exact < 1e-9 < 1e-5 < stale
 
 
-def test_measuring_leaves_the_weights_as_they_are(measured: dict[str, Any]) -> None:
-    assert measured["weights stay"]
-
-
-def test_the_curvature_is_a_difference_of_exact_gradients(measured: dict[str, Any]) -> None:
+def test_the_curvature_is_a_difference_of_exact_gradients_and_leaves_the_weights(measured: dict[str, Any]) -> None:
     assert measured["slope"] == pytest.approx(measured["difference"], rel=1e-3)
+    assert measured["weights stay"]
 
 
 def test_estimators_agree_where_there_is_no_gap(measured: dict[str, Any]) -> None:

@@ -35,10 +35,8 @@ def expected_moments(rows: Tensor, chances: Tensor) -> Moments:
     """Mean of the measured moments over every pair of batches of one answer of mu and one of pi."""
     exact_rows = WORLD.reward[:, None] * WORLD.scores().flatten(1)
     exact_chances = WORLD.probability(WORLD.log_pi)
-    outcomes = [
-        (rows[y], exact_rows[z], float(chances[y] * exact_chances[z]))
-        for y, z in itertools.product(range(len(rows)), range(len(exact_rows)))
-    ]
+    pairs = itertools.product(range(len(rows)), range(len(exact_rows)))
+    outcomes = [(rows[y], exact_rows[z], float(chances[y] * exact_chances[z])) for y, z in pairs]
     total = np.zeros(4)
     for drawn in itertools.product(outcomes, repeat=BATCHES):
         products = Products.of(torch.stack([g for g, _, _ in drawn]), torch.stack([f for _, f, _ in drawn]))

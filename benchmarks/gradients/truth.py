@@ -50,8 +50,7 @@ def train(folder: Path, seed: int) -> Path:
     from megatron_rc.jobs import grid
 
     kept = ["train.save_interval=20", "train.keep_checkpoints=100", f"rollout.top_logprobs={VOCABULARY}"]
-    assignments = [f"train.steps={max(STEPS)}", *kept]
-    loaded = grid.load(RECIPE, seeds=str(seed), output=str(folder), assignments=assignments)
+    loaded = grid.load(RECIPE, seeds=str(seed), output=str(folder), assignments=[f"train.steps={max(STEPS)}", *kept])
     plan = dataclasses.replace(loaded, keep_weights=True)
     [cell] = grid.cells(plan, CELL)
     if failed := grid.run(plan, [cell]):

@@ -189,12 +189,9 @@ def _of(logits: Tensor, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return chosen.double().numpy(), -(table.exp() * table).sum(-1).double().numpy()
 
 
-def labelled(chunk: Chunk, version: int, trainer: int = UPDATES) -> Chunk:
-    return with_columns(
-        chunk,
-        version=np.full(chunk.log_pi.size, version),
-        trainer_version=np.full(chunk.num_sequences, trainer),
-    )
+def labelled(chunk: Chunk, version: int) -> Chunk:
+    trained = np.full(chunk.num_sequences, UPDATES)
+    return with_columns(chunk, version=np.full(chunk.log_pi.size, version), trainer_version=trained)
 
 
 def makers(lab: Lab) -> dict[str, Callable[[], Chunk]]:
@@ -202,12 +199,9 @@ def makers(lab: Lab) -> dict[str, Callable[[], Chunk]]:
     new = lab.weights(UPDATES)
     old = {4: lab.weights(4), 0: lab.weights(0)}
 
-    def plain(
-        draw: Draw | None = None, weights: Weights = new, model: Any = None, config: Any = None, **sampling: Any
-    ) -> Chunk:
+    def plain(draw: Draw | None = None, weights: Weights = new, config: Any = None, **sampling: Any) -> Chunk:
         samples = lab.sample(weights, draw=draw, config=config, **sampling)
-        temperature = sampling.get("temperature", 1.0)
-        return lab.dump(samples, model or lab.model(new), temperature=temperature)
+        return lab.dump(samples, lab.model(new), temperature=sampling.get("temperature", 1.0))
 
     def wrong_prompts(change: Callable[[list[int]], list[int]]) -> Chunk:
         samples = lab.sample(new)

@@ -11,11 +11,8 @@ from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
 from real.sums import RESULTS, Response, compared, figures, interval, row_of
 
-FOUND = {
-    (f, n): row
-    for f in ("gap", "gap_cuda", "gap_sglang")
-    for n, row in json.loads((RESULTS / f"{f}.json").read_text()).items()
-}
+FILES = {file: json.loads((RESULTS / f"{file}.json").read_text()) for file in ("gap", "gap_cuda", "gap_sglang")}
+FOUND = {(file, name): row for file, found in FILES.items() for name, row in found.items()}
 
 
 def drawn(sigma: float, responses: int = 400, length: int = 80) -> list[Response]:

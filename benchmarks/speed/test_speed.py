@@ -129,9 +129,7 @@ def test_a_peer_that_is_off_by_a_little_is_wrong_and_is_not_the_best(meter: Mete
     assert report.best_peer(row)[0] == 3
 
 
-def test_a_peer_that_raises_while_it_is_timed_costs_the_others_nothing(
-    meter: Meter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_raises_while_it_is_timed_costs_the_others_nothing(meter: Meter, monkeypatch: Any) -> None:
     left = iter([1, 2])
 
     def once(call: Call) -> dict[str, float]:
@@ -197,9 +195,7 @@ def test_every_target_has_a_figure_and_its_line(meter: Meter) -> None:
     assert len(lines) == 2 + len(wanted) and all(line.endswith("|  |  |") for line in lines[2:])
 
 
-def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(
-    meter: Meter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(meter: Meter, monkeypatch: Any) -> None:
     from megatron_rc.kernels import launch_table
 
     monkeypatch.setattr(launch_table, "NARROW", 300)

@@ -28,7 +28,9 @@ def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
     if high - low <= max(1e-12 * size, TINY):
         margin = abs(high) / 10
         low, high = (low, high + 1.0) if whole or size <= TINY else (low - margin, high + margin)
-    step = _round_step((high - low) / 6)
+    rough = (high - low) / 6
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= rough * (1 - 1e-9))
     if whole:
         step = max(1.0, math.ceil(step))
         first = math.ceil(low / step)
@@ -70,8 +72,3 @@ def label_of(value: float) -> str:
 def _decades(first: int, last: int) -> list[float]:
     every = max(1, math.ceil((last - first) / 8))
     return [10.0**e for e in range(first, last + 1, every)]
-
-
-def _round_step(rough: float) -> float:
-    scale = 10.0 ** math.floor(math.log10(rough))
-    return next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= rough * (1 - 1e-9))

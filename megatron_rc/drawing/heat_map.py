@@ -106,20 +106,16 @@ def _rows(shown: HeatMap, height: int) -> str:
     for row in range(0, len(shown.rows), max(1, math.ceil(14 / each))):
         y = TOP + (row + 0.5) * each + 4
         parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" text-anchor="end">{escape(shown.rows[row])}</text>')
-    middle = TOP + height / 2
-    parts.append(
-        f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(shown.row_name)}</text>'
-    )
+    turned = f"translate(11 {TOP + height / 2}) rotate(-90)"
+    parts.append(f'<text transform="{turned}" text-anchor="middle">{escape(shown.row_name)}</text>')
     return "".join(parts)
 
 
 def _columns(columns: Sequence[str], name: str, width: int) -> str:
     parts, each = [], width / len(columns)
     for column in range(0, len(columns), max(1, math.ceil(44 / each))):
-        x = LEFT + (column + 0.5) * each
-        parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(columns[column])}</text>'
-        )
+        x, y = LEFT + (column + 0.5) * each, HEIGHT - BOTTOM + 15
+        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(columns[column])}</text>')
     parts.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(name)}</text>')
     return "".join(parts)
 

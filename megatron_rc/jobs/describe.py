@@ -67,8 +67,7 @@ def _on(value: Any) -> Any:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     off = {field.name for field in dataclasses.fields(value) if field.default in (None, "none", ())}
-    plain = schema.to_dict(value)
-    return {k: v for k, v in plain.items() if not (k in off and v in (None, "none", []))}
+    return {k: v for k, v in schema.to_dict(value).items() if not (k in off and v in (None, "none", []))}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -91,8 +90,7 @@ def _docstrings(cls: Any) -> dict[str, str]:
 
 def _choices(hint: Any) -> list[Choice]:
     """The table of a field's type, also of one that may be null."""
-    kinds = (hint, *typing.get_args(hint))
-    return [choice for kind in kinds for choice in getattr(kind, "__metadata__", ())]
+    return [choice for kind in (hint, *typing.get_args(hint)) for choice in getattr(kind, "__metadata__", ())]
 
 
 def _type_name(hint: Any) -> str:

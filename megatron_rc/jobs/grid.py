@@ -258,10 +258,9 @@ def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = Fal
                 print(f"{cell.name}: the earlier run is in {folders.set_aside(cell.folder)}", file=sys.stderr)
     elif differ:
         cell, why = differ[0]
-        raise ValueError(
-            f"{len(differ)} cells of {grid.output} were made with other settings, {cell.name} with {'; '.join(why)}: "
-            "--fresh runs them anew and keeps what they have, --output names another folder"
-        )
+        made = f"{len(differ)} cells of {grid.output} were made with other settings, {cell.name} with {'; '.join(why)}"
+        remedy = "--fresh runs them anew and keeps what they have, --output names another folder"
+        raise ValueError(f"{made}: {remedy}")
 
 
 def _warmed(grid: GridSettings, seed: int) -> Path:

@@ -18,14 +18,10 @@ def settings() -> str:
 def presets() -> str:
     from megatron_rc.correction.settings import PRESETS, STATISTICS
 
-    rows = [
-        (
-            f"`{name}`",
-            changed(each.correction) + "".join(f", `loss.{k}: {v}`" for k, v in each.loss.items()),
-            each.source,
-        )
-        for name, each in PRESETS.items()
-    ]
+    rows = []
+    for name, each in PRESETS.items():
+        of_loss = "".join(f", `loss.{k}: {v}`" for k, v in each.loss.items())
+        rows.append((f"`{name}`", changed(each.correction) + of_loss, each.source))
     body = table(("preset", "settings", "source"), rows)
     gates = table(("statistic", "value"), [(f"`{name}`", known.sentence) for name, known in STATISTICS.items()])
     return (

@@ -38,10 +38,8 @@ class Progress:
             first = min(self._reported[folder], len(evaluations))
             self._reported[folder] = len(evaluations)
             for record in evaluations[first:]:
-                step, accuracy = int(record["step"]), record["eval/accuracy"]
-                said.append(
-                    f"[{seconds:4.0f}s] {name:<{self._width}}  step {step:>3}  held-out accuracy {accuracy:.0%}"
-                )
+                reached = f"step {int(record['step']):>3}  held-out accuracy {record['eval/accuracy']:.0%}"
+                said.append(f"[{seconds:4.0f}s] {name:<{self._width}}  {reached}")
         return said
 
     def predicted_seconds(self) -> float | None:

@@ -32,26 +32,17 @@ def check(rules: Endpoints, jobs: Mapping[str, JobSettings]) -> None:
             known[task] = answers_per_evaluation(settings)
         answers = known[task]
         if answers < rules.min_answers:
-            raise ValueError(
-                f"{name}: endpoints.min_answers is {rules.min_answers}, and an evaluation has {answers} answers: "
-                "raise train.eval_samples or the number of held-out prompts"
-            )
+            few = f"endpoints.min_answers is {rules.min_answers}, and an evaluation has {answers} answers"
+            raise ValueError(f"{name}: {few}: raise train.eval_samples or the number of held-out prompts")
         evaluations = 1 + math.ceil(train.steps / train.eval_interval)
         if evaluations < rules.least_evaluations:
-            raise ValueError(
-                f"{name}: the endpoints need {rules.least_evaluations} evaluations, and train.steps {train.steps} with "
-                f"train.eval_interval {train.eval_interval} gives {evaluations}"
-            )
+            given = f"train.steps {train.steps} with train.eval_interval {train.eval_interval} gives {evaluations}"
+            raise ValueError(f"{name}: the endpoints need {rules.least_evaluations} evaluations, and {given}")
 
 
 def outcome_of_cell(rules: Endpoints, cell: Cell) -> Outcome:
     """The outcome of a finished or broken cell."""
     return outcome_of(read_metrics(cell.folder / "metrics.jsonl"), rules, stopped=cell.broken())
-
-
-def exact_of(rules: Endpoints, cell: Cell) -> str:
-    """Name of the folder of the exact run of a cell; empty if the rules name no exact run."""
-    return "-".join((cell.choices | rules.exact).values()) if rules.exact else ""
 
 
 def write(rules: Endpoints, cells: Sequence[Cell], folder: Path) -> Path:
@@ -63,7 +54,8 @@ def write(rules: Endpoints, cells: Sequence[Cell], folder: Path) -> Path:
         writer.writerow([*cells[0].choices, "seed", *Outcome._fields, "failed"])
         for cell in cells:
             mine = outcomes[cell.folder.parent.name, cell.seed]
-            exact = outcomes.get((exact_of(rules, cell), cell.seed))
+            of_exact = "-".join((cell.choices | rules.exact).values()) if rules.exact else ""
+            exact = outcomes.get((of_exact, cell.seed))
             verdict = "" if exact is None else int(failed(mine.final, exact.final, rules))
             shown = ("" if value is None else value for value in mine)
             writer.writerow([*cell.choices.values(), cell.seed, *shown, verdict])

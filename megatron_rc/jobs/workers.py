@@ -76,9 +76,8 @@ def _watch(processes: Sequence[SpawnProcess], progress: Progress, give_up_minute
         if predicted is None and (predicted := progress.predicted_seconds()) is not None:
             print(f"all runs together take about {predicted / 60:.1f} minutes", flush=True)
             if give_up_minutes is not None and predicted > 60 * give_up_minutes:
-                raise TooSlow(
-                    f"the first steps predict {predicted / 60:.0f} minutes, more than the {give_up_minutes:g} allowed"
-                )
+                more = f"{predicted / 60:.0f} minutes, more than the {give_up_minutes:g} allowed"
+                raise TooSlow(f"the first steps predict {more}")
 
 
 def _result(receiver: Connection, name: str) -> Failures:

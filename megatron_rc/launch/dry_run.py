@@ -151,8 +151,7 @@ def _commands(settings: JobSettings, options: Options) -> list[Command]:
         serve = ["--set", f"cluster.server_flags={flags}"] if options.server_flags else []
         return [Command(train, [*words, str(options.recipe), *options.sets, *serve])]
     warm_up, servers, doctor, trainer = layout.starts_of(settings, options)
-    commands = [warm_up, *(server.command for server in servers), doctor, trainer]
-    return [command for command in commands if command]
+    return [command for command in (warm_up, *(server.command for server in servers), doctor, trainer) if command]
 
 
 def _layout_lines(division: Division) -> list[str]:

@@ -84,8 +84,7 @@ def serving(servers: Sequence[Server]) -> Iterator[None]:
     try:
         for one in servers:
             words = [*one.command.words, "--background", "--stop-with", str(os.getpid())]
-            environment = processes.child_environment() | one.command.environment
-            starting.append(subprocess.Popen(words, env=environment))
+            starting.append(subprocess.Popen(words, env=processes.child_environment() | one.command.environment))
         for one, starter in zip(servers, starting, strict=True):
             if starter.wait():
                 raise ValueError(f"the server {one.url} did not start; its own message is above")

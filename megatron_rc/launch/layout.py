@@ -26,10 +26,8 @@ def nodes_of(cluster: ClusterSettings) -> list[range]:
     """
     size, train_gpus = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node - cluster.serve_gpus
     if cluster.nodes > 1 and cluster.serve_gpus % size:
-        got = f"{cluster.serve_gpus} and {size}"
-        raise ValueError(
-            f"with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node, got {got}"
-        )
+        rule = "with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node"
+        raise ValueError(f"{rule}, got {cluster.serve_gpus} and {size}")
     nodes = [range(min(size, max(0, train_gpus - rank * size))) for rank in range(cluster.nodes)]
     for rank, training in enumerate(nodes):
         if (serving := size - len(training)) % cluster.server_tp:

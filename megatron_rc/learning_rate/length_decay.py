@@ -87,8 +87,7 @@ class LengthDecayLR(LRScale):
         """Rollouts between two halvings; None while it is neither fixed nor known from a surge."""
         if self._fixed_period is not None or self.detector.surge_step is None:
             return self._fixed_period
-        exact = Fraction(str(self.period_per_surge)) * self.detector.surge_step
-        return max(1, math.floor(exact))
+        return max(1, math.floor(Fraction(str(self.period_per_surge)) * self.detector.surge_step))
 
     @property
     def scale(self) -> float:
@@ -130,25 +129,19 @@ class LengthDecayLR(LRScale):
         if detector.surge_step != surge:
             news.append(f"responses surged in length from rollout {detector.surge_in_warmup or detector.surge_step} on")
             if detector.surge_in_warmup is not None:
-                news[-1] += (
-                    f", inside the detector's warm-up: the decay period is that of a surge at rollout "
-                    f"{detector.surge_step}; set decay_period to choose another"
-                )
+                period = f"the decay period is that of a surge at rollout {detector.surge_step}"
+                news[-1] += f", inside the detector's warm-up: {period}; set decay_period to choose another"
             if self._fixed_period is None:
                 news.append(f"the learning rate halves every {self.decay_period} rollouts")
         elif detector.alarm != alarm:
             if detector.alarm is not None:
-                left = detector.confirmation - detector.patience
-                news.append(
-                    f"responses may be surging in length since rollout {detector.alarm}; {left} more rollouts decide"
-                )
+                decide = f"{detector.confirmation - detector.patience} more rollouts decide"
+                news.append(f"responses may be surging in length since rollout {detector.alarm}; {decide}")
             else:
                 news.append(f"the alarm of rollout {alarm} is withdrawn: the lengths came back")
         if self._unmeasured == UNMEASURED_ROLLOUTS and self.decay_period is None:
-            news.append(
-                f"no response length was measured in {UNMEASURED_ROLLOUTS} rollouts: until one is, no surge can be "
-                "seen and the learning rate does not decay"
-            )
+            until = "until one is, no surge can be seen and the learning rate does not decay"
+            news.append(f"no response length was measured in {UNMEASURED_ROLLOUTS} rollouts: {until}")
         if self.scale != scale:
             news.append(f"learning rate x {self.scale:.3g} from rollout {self.rollouts} on")
         return news

@@ -73,9 +73,8 @@ class MismatchLR(LRScale):
         self._value: float | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"MismatchLR({self.initial_lr:g}, signal={self.signal!r}, action={self.action!r}, target={self.target:g})"
-        )
+        decides = f"signal={self.signal!r}, action={self.action!r}, target={self.target:g}"
+        return f"MismatchLR({self.initial_lr:g}, {decides})"
 
     @property
     def rollouts(self) -> int:

@@ -63,17 +63,14 @@ def check_lr_rule(lr_rule: LRRule | None, correction: "RolloutCorrection | None"
     """Refuse a rule whose signal nobody measures or cannot change."""
     needs: frozenset[str] = frozenset() if lr_rule is None else lr_rule.needs
     if "grad_cosine" in needs:
-        raise ValueError(
-            "signal of lr_rule must not be 'grad_cosine' here: the learning rate is decided before the gradient is "
-            "known; in a loop of your own pass the cosine to the step of the rule"
-        )
+        why = "the learning rate is decided before the gradient is known"
+        remedy = "in a loop of your own pass the cosine to the step of the rule"
+        raise ValueError(f"signal of lr_rule must not be 'grad_cosine' here: {why}; {remedy}")
     if by_mismatch(lr_rule) and correction is None:
         raise ValueError(f"lr_rule needs a correction, which measures {' and '.join(map(repr, sorted(needs)))}")
     if "ess" in needs and correction is not None and correction.weight is None and not correction.reject:
-        raise ValueError(
-            "lr_rule needs a correction with a weight or a rejection for signal 'ess': without them all weights are 1, "
-            "and so is the effective sample size"
-        )
+        why = "without them all weights are 1, and so is the effective sample size"
+        raise ValueError(f"lr_rule needs a correction with a weight or a rejection for signal 'ess': {why}")
 
 
 def by_length(lr_rule: LRRule | None) -> bool:

@@ -117,10 +117,8 @@ class LRScale(ABC):
         if other is not None:
             raise ValueError(f"opt_param_scheduler already has {type(other).__name__} attached; detach that first")
         if not math.isclose(opt_param_scheduler.max_lr, self.initial_lr):
-            raise ValueError(
-                f"initial_lr must be the max_lr of opt_param_scheduler, got initial_lr={self.initial_lr!r} "
-                f"max_lr={opt_param_scheduler.max_lr!r}"
-            )
+            got = f"initial_lr={self.initial_lr!r} max_lr={opt_param_scheduler.max_lr!r}"
+            raise ValueError(f"initial_lr must be the max_lr of opt_param_scheduler, got {got}")
         self._attached.append(_Attachment(opt_param_scheduler, self))
         self._refresh()
 

@@ -72,9 +72,8 @@ class SurgeDetector:
         check_at_least(1, patience=self.patience)
         check_at_least(0, warmup=self.warmup)
         if self.confirmation < self.patience:
-            raise ValueError(
-                f"confirmation must be >= patience, got confirmation={self.confirmation!r} patience={self.patience!r}"
-            )
+            got = f"confirmation={self.confirmation!r} patience={self.patience!r}"
+            raise ValueError(f"confirmation must be >= patience, got {got}")
         self.rollouts = 0
         """Number of rollouts, including those without a length."""
         self.measured = 0

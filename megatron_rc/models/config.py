@@ -41,11 +41,9 @@ def config_file(hf_path: str) -> Path:
     """config.json of the checkpoint in ``hf_path``; ValueError says how to get one where there is none."""
     path = Path(hf_path) / "config.json"
     if not path.is_file():
-        get = f"hf download OWNER/{path.parent.name} --local-dir {shlex.quote(hf_path)}"
-        raise ValueError(
-            f"model.hf_path={hf_path!r} has no config.json: download a checkpoint there ({get}), or leave out "
-            "model.hf_path and give the shape of a model with random weights in model.config"
-        )
+        get = f"download a checkpoint there (hf download OWNER/{path.parent.name} --local-dir {shlex.quote(hf_path)})"
+        other = "leave out model.hf_path and give the shape of a model with random weights in model.config"
+        raise ValueError(f"model.hf_path={hf_path!r} has no config.json: {get}, or {other}")
     return path
 
 
@@ -106,10 +104,8 @@ def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
         if hf[name] < 1:
             raise ValueError(f"{source}: {name} must be >= 1, got {hf[name]!r}")
     if hf["num_attention_heads"] % hf["num_key_value_heads"]:
-        raise ValueError(
-            f"{source}: num_attention_heads must be divisible by num_key_value_heads, "
-            f"got {hf['num_attention_heads']} and {hf['num_key_value_heads']}"
-        )
+        got = f"{hf['num_attention_heads']} and {hf['num_key_value_heads']}"
+        raise ValueError(f"{source}: num_attention_heads must be divisible by num_key_value_heads, got {got}")
     if has_experts:
         top_k = hf["num_experts_per_tok"]
         if top_k > hf["num_experts"]:

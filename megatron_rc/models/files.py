@@ -29,7 +29,10 @@ class HfCheckpoint:
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         if (path / _INDEX).is_file():
-            self.listing, self.files = path / _INDEX, _read_index(path / _INDEX)
+            self.listing, files = path / _INDEX, read_json(path / _INDEX).get("weight_map")
+            if not isinstance(files, dict):
+                raise ValueError(f"{self.listing} is not a safetensors index: it needs a weight_map")
+            self.files: dict[str, str] = files
         elif (path / _SINGLE).is_file():
             self.listing = path / _SINGLE
             self.files = dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
@@ -71,12 +74,12 @@ class HfCheckpoint:
                 raise ValueError(f"{self.listing} has no tensor {tensor.name!r}, which its config.json asks for")
             shape = tuple(self._slice(tensor.name).get_shape())
             if shape != tensor.shape:
-                raise ValueError(
-                    f"{self.path / self.files[tensor.name]} holds a checkpoint of another shape: {tensor.name} is "
-                    f"{list(shape)}, config.json asks for {list(tensor.shape)}"
-                )
+                shapes = f"{tensor.name} is {list(shape)}, config.json asks for {list(tensor.shape)}"
+                raise ValueError(f"{self.path / self.files[tensor.name]} holds a checkpoint of another shape: {shapes}")
         for name, file in self.files.items():
-            if name not in known and not _derived(name, known):
+            # some writers store what other tensors or config.json determine
+            derived = name.endswith(_ROTARY) or (name == "lm_head.weight" and "model.embed_tokens.weight" in known)
+            if name not in known and not derived:
                 raise ValueError(f"{self.path / file} has an unexpected tensor {name!r}, unknown to config.json")
 
     def read(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
@@ -89,19 +92,6 @@ class HfCheckpoint:
         for name in self.files:
             if not name.endswith(_ROTARY):
                 yield name, self._slice(name)[:]
-
-
-def _derived(name: str, known: dict[str, HfTensor]) -> bool:
-    """True for a tensor that some writers store although other tensors or config.json determine it."""
-    tied_head = name == "lm_head.weight" and "model.embed_tokens.weight" in known
-    return tied_head or name.endswith(_ROTARY)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    files = read_json(path).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{path} is not a safetensors index: it needs a weight_map")
-    return files
 
 
 class Writer:
@@ -140,8 +130,7 @@ class Writer:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(files.items()))}
             replace_text(self.path / _INDEX, json.dumps(index, indent=2) + "\n")
         architecture = family_of(hf_config["model_type"]).architecture
-        dtype = str(self._dtype).removeprefix("torch.")
-        config = {**hf_config, "architectures": [architecture], "dtype": dtype}
+        config = {**hf_config, "architectures": [architecture], "dtype": str(self._dtype).removeprefix("torch.")}
         replace_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def _flush(self) -> None:

@@ -25,16 +25,14 @@ def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     for layer in model.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
-            _check(router)
+            if router.config.moe_router_fusion:
+                why = "the fused router gives no chance to record or replay routes"
+                raise ValueError(f"moe_router_fusion must be False: {why}")
+            if router.routing_type == "sinkhorn":
+                why = "it chooses experts without a top-k"
+                raise ValueError(f"moe_router_load_balancing_type must not be 'sinkhorn': {why}")
             routers[layer.layer_number - 1] = router
     return dict(sorted(routers.items()))
-
-
-def _check(router: TopKRouter) -> None:
-    if router.config.moe_router_fusion:
-        raise ValueError("moe_router_fusion must be False: the fused router gives no chance to record or replay routes")
-    if router.routing_type == "sinkhorn":
-        raise ValueError("moe_router_load_balancing_type must not be 'sinkhorn': it chooses experts without a top-k")
 
 
 class Seen(NamedTuple):

@@ -1,7 +1,8 @@
 """The metrics of expert shift: their names, formulas, and how they follow from the pooled sums."""
 
+import functools
+import operator
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ POSITIONS = 20
 """Buckets of the position in the response: 0, 1, 2-3, 4-7, ... and one that holds the rest."""
 
 
-@lru_cache
+@functools.lru_cache
 def expert_shift_metrics(layers: tuple[int, ...]) -> dict[str, Metric]:
     """Every metric of a model with experts in ``layers``, counted from 0."""
     return _numbers(layers) | _lists(layers)
@@ -114,15 +115,11 @@ def _ratio(formula: str, total: str, over: str) -> Metric:
     """total / over, element by element; each is the name of a sum, or "name - name"."""
 
     def value(s: Sums) -> Any:
-        above, below = (_difference(s, names) for names in (total, over))
+        terms = ([s[f"route:{name}"] for name in names.split(" - ")] for names in (total, over))
+        above, below = (functools.reduce(operator.sub, each) for each in terms)
         return (above / below).tolist() if isinstance(above, Tensor) else quotient(above, below)
 
     return _metric(formula, value, total.split(" - ")[-1])
-
-
-def _difference(s: Sums, names: str) -> Any:
-    first, *others = (s[f"route:{name}"] for name in names.split(" - "))
-    return first - others[0] if others else first
 
 
 def _load_change(s: Sums) -> Tensor:

@@ -115,10 +115,9 @@ def sentences(runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], comparis
     for seed, end in ends(runs, comparison).items():
         shown = f"Seed {seed}: {outcome(end, comparison)}, {percent(end.exact)} with the exact sampler"
         means = f"mean of the last {comparison.window} evaluations"
-        alike = (
-            "" if end.separated(comparison.points) else f" The first is not {comparison.points:g} points below both."
-        )
-        said.append(f"{shown} ({means}).{alike}")
+        said.append(f"{shown} ({means}).")
+        if not end.separated(comparison.points):
+            said[-1] += f" The first is not {comparison.points:g} points below both."
     if ends(rows, comparison):
         said.append(f"Runs made before: {separation(rows, comparison)}.")
     return said

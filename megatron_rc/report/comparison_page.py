@@ -83,7 +83,9 @@ def _page(
     read = [load_context(folder / choice / f"seed-{seeds[0]}") for choice in comparison.choices]
     settings, fingerprint = read[0]
     machine = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
-    figure = _figure(comparison, live, rows, _answering(settings))
+    answered = {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}
+    weights = str(dict(flattened(settings)).get("train.eval_weights"))
+    figure = _figure(comparison, live, rows, answered.get(weights, ""))
     age = age_note(read[1][0])
     differ, common = _settings(comparison, [tabled(settings) for settings, _ in read])
     cards = "".join(_card(comparison, live, records, curve, age) for curve in (K3, GRAD_NORM, ESS))
@@ -129,16 +131,8 @@ def _percent(shares: Sequence[float]) -> list[float]:
     return [100 * share for share in shares]
 
 
-def _answering(settings: Mapping[str, Any]) -> str:
-    """Whose answers are judged, as the settings of a run say."""
-    weights = dict(flattened(settings)).get("train.eval_weights")
-    answered = {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}
-    return answered.get(str(weights), "")
-
-
 def _tiles(comparison: Comparison, live: Sequence[ComparedRun]) -> str:
-    found = [*ends(live, comparison).values()]
-    exact, uncorrected, corrected = map(statistics.fmean, zip(*found, strict=True))
+    exact, uncorrected, corrected = map(statistics.fmean, zip(*ends(live, comparison).values(), strict=True))
     last = f"mean of the last {comparison.window} evaluations"
     gain = f"{100 * (corrected - uncorrected):+.0f} points with {comparison.corrected}"
     tiles = zip(comparison.hues.items(), (exact, uncorrected, corrected), (last, last, gain), strict=True)
@@ -153,11 +147,8 @@ def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records,
     panel = next(panel for panel in PANELS if any(set(drawn.keys) & set(curve.keys) for drawn in panel.curves))
     seed = min(run.seed for run in live)
     alone: Panel = panel._replace(curves=(curve,))
-    lines = [
-        found._replace(label=comparison.label(choice))
-        for choice in comparison.choices
-        for found in series(records[choice, seed], alone)
-    ]
+    found = [(choice, line) for choice in comparison.choices for line in series(records[choice, seed], alone)]
+    lines = [line._replace(label=comparison.label(choice)) for choice, line in found]
     if len(lines) < len(comparison.choices):
         return ""
     colours = [*comparison.hues.values()]
@@ -174,11 +165,10 @@ def _settings(comparison: Comparison, flat: Sequence[Mapping[str, Any]]) -> tupl
     names = [*dict.fromkeys(name for one in flat for name in one)]
     common = [name for name in names if all(name in one and one[name] == flat[0].get(name) for one in flat)]
     head = "".join(f"<th>{escape(comparison.label(choice))}</th>" for choice in comparison.choices)
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(plain(one.get(name)))}</td>' for one in flat)}</tr>"
-        for name in names
-        if name not in common
-    )
+    rows = ""
+    for name in (name for name in names if name not in common):
+        cells = "".join(f"<td>{escape(plain(one.get(name)))}</td>" for one in flat)
+        rows += f"<tr><th>{escape(name)}</th>{cells}</tr>"
     table = f'<div class="scroll"><table class="arms"><tr><th></th>{head}</tr>{rows}</table></div>'
     differ = f'<article class="differ"><h2>What differs</h2>{table}</article>' if rows else ""
     return differ, details("Settings of all three runs", {name: flat[0][name] for name in common})

@@ -117,8 +117,5 @@ class Dashboards:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in record.items()
-        if name not in ("step", "phase") and isinstance(value, int | float) and math.isfinite(value)
-    }
+    metrics = {name: value for name, value in record.items() if name not in ("step", "phase")}
+    return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -133,8 +133,7 @@ class Display:
             if values := list(self._history.get(row.short, ())):
                 mean = sum(values[-10:]) / len(values[-10:])
                 now = f"[bold]{row.format.format(values[-1])}[/]"
-                trend = f"[cyan]{_sparkline(values)}[/]"
-                table.add_row(row.curve.label, now, row.format.format(mean), trend)
+                table.add_row(row.curve.label, now, row.format.format(mean), f"[cyan]{_sparkline(values)}[/]")
         return Group(self._bars, table)
 
 

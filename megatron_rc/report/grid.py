@@ -63,7 +63,11 @@ def _value(records: Sequence[Mapping[str, Any]], column: Column) -> float:
 def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write runs.csv, table.md and, if matplotlib is installed, grid.png into ``folder``; returns their paths."""
     assert runs, "a grid without a finished run has no table"
-    written = [_write_csv(runs, folder / "runs.csv"), folder / "table.md"]
+    written = [folder / "runs.csv", folder / "table.md"]
+    with open(written[0], "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*runs[0].choices, "seed", *(c.title for c in COLUMNS)])
+        writer.writerows([*run.choices.values(), run.seed, *(run.values[c.title] for c in COLUMNS)] for run in runs)
     written[1].write_text(table(runs))
     drawable = importlib.util.find_spec("matplotlib") is not None
     return [*written, draw(runs, folder / "grid.png")] if drawable else written
@@ -89,15 +93,6 @@ def _shown(values: Sequence[float], form: str) -> str:
         return ""
     mean = form.format(statistics.fmean(known))
     return mean if len(known) == 1 else f"{mean} ± {form.format((max(known) - min(known)) / 2)}"
-
-
-def _write_csv(runs: Sequence[Run], path: Path) -> Path:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*runs[0].choices, "seed", *(c.title for c in COLUMNS)])
-        for run in runs:
-            writer.writerow([*run.choices.values(), run.seed, *(run.values[c.title] for c in COLUMNS)])
-    return path
 
 
 def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:

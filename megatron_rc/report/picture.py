@@ -72,7 +72,5 @@ def style_axes(axes: Any, *, labelsize: float = 9, colours: Mapping[str, str] = 
     axes.grid(color=colours["grid"], lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=labelsize, colors=colours["soft"])
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(colours["edge"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(colours["edge"])

@@ -93,10 +93,9 @@ def _check_prompt(record: dict[str, Any], prompt: Sequence[int], index: int) -> 
         return
     pairs = zip(asked, recorded, strict=False)
     token = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(recorded)))
-    raise ValueError(
-        f"step {record['step']}: prompt {index} of this call differs from the recorded prompt of seed "
-        f"{record['seed']} from token {token} on ({len(asked)} tokens, recorded {len(recorded)})"
-    )
+    differs = f"prompt {index} of this call differs from the recorded prompt of seed {record['seed']}"
+    where = f"from token {token} on ({len(asked)} tokens, recorded {len(recorded)})"
+    raise ValueError(f"step {record['step']}: {differs} {where}")
 
 
 def _check_sampling(record: dict[str, Any], params: SamplingParams) -> None:

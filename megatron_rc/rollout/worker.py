@@ -76,8 +76,12 @@ class WorkerEngine(RolloutEngine):
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_serve, args=(theirs, build), name="rollout-engine", daemon=True
         )
-        with _interrupts_ignored():
+        # it inherits that it ignores Ctrl-C, which reaches all processes of a terminal: it ends with its parent
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
             self._process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
         theirs.close()
         try:
             self._answer()
@@ -173,17 +177,6 @@ class WorkerEngine(RolloutEngine):
         by = signal.Signals(-code).name
         hint = ", as the system does when memory runs out" if by == "SIGKILL" else ""
         return f"the process of the rollout engine was ended by {by}{hint}"
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A process started here inherits that it ignores Ctrl-C, which reaches all processes of a terminal: it ends with
-    its parent."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:

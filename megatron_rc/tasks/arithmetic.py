@@ -70,7 +70,9 @@ class ArithmeticTask(GeneratedTask[list[int]]):
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         """1.0 if the response has stopped and its last number is the answer, otherwise 0.0."""
-        return [float(_final_number(self.decode(r)) == p.answer) for p, r in zip(prompts, responses, strict=True)]
+        numbers = [re.fullmatch(r"(?:\d+,)*(\d+)\.", self.decode(response)) for response in responses]
+        pairs = zip(prompts, numbers, strict=True)
+        return [float(found is not None and found[1] == prompt.answer) for prompt, found in pairs]
 
 
 def running_totals(terms: Sequence[int]) -> list[int]:
@@ -116,8 +118,3 @@ def draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
         adds = total < largest and (total == 0 or rng.random() < 0.5)
         terms.append(rng.randint(1, largest - total) if adds else -rng.randint(1, total))
     return terms
-
-
-def _final_number(response: str) -> str | None:
-    match = re.fullmatch(r"(?:\d+,)*(\d+)\.", response)
-    return match.group(1) if match else None

@@ -40,10 +40,8 @@ class CalculatorOptions:
 
     def __post_init__(self) -> None:
         if not 2 <= self.fewest_terms <= self.most_terms <= len(LABELS):
-            raise ValueError(
-                f"terms must have 2 <= fewest_terms <= most_terms <= {len(LABELS)}, got "
-                f"fewest_terms={self.fewest_terms!r} most_terms={self.most_terms!r}"
-            )
+            got = f"fewest_terms={self.fewest_terms!r} most_terms={self.most_terms!r}"
+            raise ValueError(f"terms must have 2 <= fewest_terms <= most_terms <= {len(LABELS)}, got {got}")
         if not 1 <= self.digits <= MOST_DIGITS:
             raise ValueError(f"digits must be in [1, {MOST_DIGITS}], got {self.digits!r}")
         # n terms need n - 1 calls and one answer; each call is label, sign, digits, end
@@ -73,8 +71,7 @@ class CalculatorTask(GeneratedTask[list[int]]):
         self.max_turns, self.max_turn_tokens = self.options.max_turns, self.options.max_turn_tokens
 
     def draw(self, rng: random.Random) -> list[int]:
-        count = rng.randint(self.options.fewest_terms, self.options.most_terms)
-        return draw_terms(rng, count, self._largest)
+        return draw_terms(rng, rng.randint(self.options.fewest_terms, self.options.most_terms), self._largest)
 
     def text(self, problem: list[int]) -> str:
         signed = [str(problem[0]), *(f"{term:+d}" for term in problem[1:])]

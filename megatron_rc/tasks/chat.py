@@ -19,7 +19,10 @@ class Chat:
         self._tokenizer = _load_tokenizer(directory)
         self.stop_token_ids = _stop_token_ids(self._tokenizer)
         self.vocab_size: int = len(self._tokenizer)
-        self._has_template = _uses_template(self._tokenizer, template)
+        of_tokenizer, name = bool(self._tokenizer.chat_template), self._tokenizer.name_or_path
+        if template == "always" and not of_tokenizer:
+            raise ValueError(f"chat_template is 'always', but tokenizer {name!r} has no chat template")
+        self._has_template = template != "never" and of_tokenizer
 
     def encode(self, prompts: Sequence[str], system: str = "") -> list[list[int]]:
         """Token ids of each prompt: a user's message, after that of the system, where there is a template."""
@@ -64,12 +67,6 @@ def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise ValueError(f"tokenizer: {tokenizer.name_or_path!r} has no end-of-sequence token")
     return tuple(dict.fromkeys(ids))
-
-
-def _uses_template(tokenizer: Any, choice: str) -> bool:
-    if choice == "always" and not tokenizer.chat_template:
-        raise ValueError(f"chat_template is 'always', but tokenizer {tokenizer.name_or_path!r} has no chat template")
-    return choice != "never" and bool(tokenizer.chat_template)
 
 
 _TOKENIZER = "tokenizer* vocab.* merges.txt *.model *.tiktoken special_tokens_map.json added_tokens.json"

@@ -38,10 +38,8 @@ class CopyOptions:
     def __post_init__(self) -> None:
         check_at_least(1, fewest_lines=self.fewest_lines, letters=self.letters)
         if not self.fewest_lines <= self.most_lines <= MOST_LINES:
-            raise ValueError(
-                f"most_lines must be in [fewest_lines, {MOST_LINES}], got fewest_lines={self.fewest_lines!r} "
-                f"most_lines={self.most_lines!r}"
-            )
+            got = f"fewest_lines={self.fewest_lines!r} most_lines={self.most_lines!r}"
+            raise ValueError(f"most_lines must be in [fewest_lines, {MOST_LINES}], got {got}")
         if not 2 <= self.alphabet <= len(LETTERS):
             raise ValueError(f"alphabet must be in [2, {len(LETTERS)}], got {self.alphabet!r}")
         check_shared_options(demonstration_error_rate=self.demonstration_error_rate, held_out=self.held_out)
@@ -80,7 +78,9 @@ class CopyTask(GeneratedTask[CopyProblem]):
         letters, lines = problem.letters, list[str]()
         for _ in range(problem.lines):
             if rng.random() < self.options.demonstration_error_rate:
-                letters = self._with_error(letters, rng)
+                place = rng.randrange(len(letters))
+                others = [letter for letter in LETTERS[: self.options.alphabet] if letter != letters[place]]
+                letters = letters[:place] + rng.choice(others) + letters[place + 1 :]
             lines.append(letters)
         return [(_written(lines), True)]
 
@@ -90,11 +90,6 @@ class CopyTask(GeneratedTask[CopyProblem]):
         A line is known by its number, the first of two with the same number counts, and so does a letter in its place.
         """
         return [_share_right(p.answer, self.decode(r)) for p, r in zip(prompts, responses, strict=True)]
-
-    def _with_error(self, letters: str, rng: random.Random) -> str:
-        place = rng.randrange(len(letters))
-        others = [letter for letter in LETTERS[: self.options.alphabet] if letter != letters[place]]
-        return letters[:place] + rng.choice(others) + letters[place + 1 :]
 
 
 def _line(number: int, letters: str) -> str:

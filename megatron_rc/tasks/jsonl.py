@@ -80,16 +80,14 @@ class JsonlTask(Task):
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         """The values of the user's function for responses decoded without special tokens."""
+        places = [self._places.get((p.text, p.answer), "a prompt that is in no file") for p in prompts]
         return [
-            score(self._reward, self._options.reward, p.text, self.decode(r), p.answer, self._place(p))
-            for p, r in zip(prompts, responses, strict=True)
+            score(self._reward, self._options.reward, p.text, self.decode(r), p.answer, place)
+            for p, r, place in zip(prompts, responses, places, strict=True)
         ]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._chat.decode(token_ids)
-
-    def _place(self, prompt: Prompt) -> str:
-        return self._places.get((prompt.text, prompt.answer), "a prompt that is in no file")
 
     def _order_of(self, epoch: int) -> list[int]:
         if epoch != self._epoch:

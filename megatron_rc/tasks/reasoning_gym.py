@@ -82,8 +82,9 @@ class ReasoningGymTask(Task):
     def demonstrations(self, start: int, count: int) -> list[Demonstration]:
         """The library's own answers, in the tags that the system's message asks for."""
         found = [self._training("demonstration", index) for index in range(start, start + count)]
-        encode = self._chat.encode_response
-        return [Demonstration(list(p.token_ids), encode(f"<answer>{self._solution(p)}</answer>")) for p in found]
+        texts = [f"<answer>{self._entry(prompt.answer)[1]['answer']}</answer>" for prompt in found]
+        pairs = zip(found, map(self._chat.encode_response, texts), strict=True)
+        return [Demonstration(list(prompt.token_ids), response) for prompt, response in pairs]
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         return [self._score(prompt, self.decode(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
@@ -99,9 +100,6 @@ class ReasoningGymTask(Task):
             return float(self._datasets[name].score_answer(answer, entry))
         except (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError):
             return 0.0  # some verifiers parse what a model writes, and raise at what they cannot
-
-    def _solution(self, prompt: Prompt) -> str:
-        return str(self._entry(prompt.answer)[1]["answer"])
 
     def _training(self, stream: str, index: int) -> Prompt:
         """Problem ``index`` of a stream, which is not held out."""

@@ -1,7 +1,7 @@
 """What the policy loss of a micro-batch needs besides the output of the model."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,15 +37,14 @@ class LossTerms(NamedTuple):
         if not short:
             return self
 
-        def longer(values: Tensor) -> Tensor:
-            return F.pad(values, (0, short))
+        def longer(values: Any) -> Any:
+            return None if values is None else F.pad(values, (0, short))
 
         corrected = self.corrected
-        old, reference = self.old_logprobs, self.reference_logprobs
         return self._replace(
-            old_logprobs=None if old is None else longer(old),
+            old_logprobs=longer(self.old_logprobs),
             advantages=longer(self.advantages),
             corrected=dataclasses.replace(corrected, weights=longer(corrected.weights), mask=longer(corrected.mask)),
             scale=longer(self.scale),
-            reference_logprobs=None if reference is None else longer(reference),
+            reference_logprobs=longer(self.reference_logprobs),
         )

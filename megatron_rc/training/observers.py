@@ -65,15 +65,12 @@ class Observers:
         with ExitStack() as leaving:
             if self._dump:
                 leaving.callback(self._dump.close)
-            self._close(failed=exception[0] is not None)
-
-    def _close(self, *, failed: bool) -> None:
-        if self._dashboards:
-            self._dashboards.close(failed=failed)
-        if self._display:
-            self._display.__exit__(None, None, None)
-        if self._log:
-            self._log.close()
+            if self._dashboards:
+                self._dashboards.close(failed=exception[0] is not None)
+            if self._display:
+                self._display.__exit__(None, None, None)
+            if self._log:
+                self._log.close()
 
     def finish_dump(self) -> None:
         """Wait until the dump has every step so far, because a checkpoint must not be ahead of it."""

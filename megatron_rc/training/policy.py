@@ -63,8 +63,7 @@ class Policy:
         self.chunks = wrap_ddp(chunks, train.dtype)
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
-        options = train.head_options()
-        self.head = head_of(options, groups.tensor, self.hf_config["vocab_size"], train.backend)
+        self.head = head_of(train.head_options(), groups.tensor, self.hf_config["vocab_size"], train.backend)
         with self.head.answering(self.chunks):
             pass  # refuses a model that the head cannot read
 
@@ -200,7 +199,10 @@ class Policy:
             take_step: False computes the gradient, which `gradient` then returns, and changes no weight and no state of
                 the optimizer or the scheduler.
         """
-        upstream = self._gradient_by_loss(len(micro_batches))
+        count = len(micro_batches)
+        # what backward brings to the loss of a micro-batch, by the operations that follow it, to the bit
+        scaled = self.optimizer.scale_loss(torch.ones((), device=self.device))
+        upstream = scaled.reshape(()) / count * self._loss_factor(count)
 
         def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
             return loss(Answer(self.head, micro, answer, upstream))
@@ -242,11 +244,6 @@ class Policy:
     def _loss_factor(self, micro_batches: int) -> int:
         """Megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here."""
         return micro_batches * self.groups.data_size
-
-    def _gradient_by_loss(self, micro_batches: int) -> Tensor:
-        """0-d: what backward brings to the loss of a micro-batch, by the operations that follow it, to the bit."""
-        scaled = self.optimizer.scale_loss(torch.ones((), device=self.device))
-        return scaled.reshape(()) / micro_batches * self._loss_factor(micro_batches)
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], read: ReadAnswer, *, forward_only: bool, around: Around | None

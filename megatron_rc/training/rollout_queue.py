@@ -146,7 +146,8 @@ class RolloutQueue:
         with self._changed:
             taken = self._taken if self._interrupted else [Rollout(taken.request) for taken in self._taken]
             held = [*taken, *self._rollouts]
-            rollouts = [(tuple(r.request), None if r.part is None else _plain(r.part)) for r in held]
+            plain = [None if r.part is None else ([*map(vars, r.part.samples)], r.part.rewards) for r in held]
+            rollouts = [(tuple(r.request), part) for r, part in zip(held, plain, strict=True)]
         torch.save({"drawn": self._drawn(), "rollouts": rollouts}, folder / self._file)
 
     def load(self, folder: Path, progress: Progress) -> None:
@@ -161,7 +162,8 @@ class RolloutQueue:
         if saved["drawn"] != self._drawn():
             return
         for request, part in saved["rollouts"]:
-            rollout = Rollout(Request(*request), None if part is None else _part(part))
+            sampled = part and Part([Sample(**fields) for fields in part[0]], part[1])
+            rollout = Rollout(Request(*request), sampled)
             if rollout.request.first < progress.cursor:
                 continue
             version = progress.weight_version + len(self._rollouts)
@@ -232,12 +234,3 @@ class RolloutQueue:
 def age(samples: Sequence[Sample], version: int) -> int:
     """Versions from the oldest weights that sampled a token to ``version``; 0 without samples."""
     return max((version - v for sample in samples for v, _, _ in sample.weight_versions), default=0)
-
-
-def _plain(part: Part) -> tuple[list[dict[str, Any]], list[float]]:
-    return [vars(sample) for sample in part.samples], part.rewards
-
-
-def _part(plain: tuple[list[dict[str, Any]], list[float]]) -> Part:
-    samples, rewards = plain
-    return Part([Sample(**fields) for fields in samples], rewards)

@@ -35,9 +35,8 @@ def random_batch(seed: int, count: int = 7, sampling: SamplingParams | None = No
                 support=[[1, 2, integer(3, 50)] for _ in range(length)] if sampling.truncates else None,
             )
         )
-    return TokenBatch.from_samples(
-        samples, sampling, rewards=[float(i) for i in range(count)], groups=[i // 2 for i in range(count)]
-    )
+    rewards = [float(i) for i in range(count)]
+    return TokenBatch.from_samples(samples, sampling, rewards=rewards, groups=[i // 2 for i in range(count)])
 
 
 def test_row_t_holds_the_log_prob_of_token_t_plus_1_and_last_rows_are_masked():

@@ -22,9 +22,8 @@ from megatron_rc.exit_status import ExitStatus
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "megatron_rc"]
 ENVIRONMENT = os.environ | {"PYTHONSAFEPATH": "1", "COLUMNS": "200"}
-COMMAND = typer.main.get_command(app)
 HELP = {verb: CliRunner().invoke(app, [*verb.split(), "--help"], env={"COLUMNS": "200"}).output
-        for verb in ("", *COMMAND.commands)}  # type: ignore[attr-defined] # fmt: skip
+        for verb in ("", *typer.main.get_command(app).commands)}  # type: ignore[attr-defined] # fmt: skip
 
 
 def test_the_statuses_are_those_of_help_and_of_the_page() -> None:

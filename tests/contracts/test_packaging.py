@@ -145,9 +145,8 @@ def test_quickstart_refuses_wrong_arguments_in_one_sentence() -> None:
 
 def test_quickstart_never_replaces_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    assert "is not empty and holds no earlier run" in refused(
-        [str(ROOT / "launch/quickstart.sh"), "--out", str(tmp_path)]
-    )
+    command = [str(ROOT / "launch/quickstart.sh"), "--out", str(tmp_path)]
+    assert "is not empty and holds no earlier run" in refused(command)
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
@@ -171,12 +170,10 @@ def test_a_typed_loop_passes_and_a_wrong_type_does_not(checker: str, wheel: Path
     # torch and the others are those of this environment
     (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
     (site_packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    strict = ["--strict", "--python-executable", str(python), "--cache-dir", os.devnull]
-    command = [
-        program,
-        *(strict if checker == "mypy" else ["--level", "error", "--pythonpath", str(python)]),
-        "loop.py",
-    ]
+    flags = ["--level", "error", "--pythonpath", str(python)]
+    if checker == "mypy":
+        flags = ["--strict", "--python-executable", str(python), "--cache-dir", os.devnull]
+    command = [program, *flags, "loop.py"]
     text = (ROOT / "tests/support/typed_user.py").read_text()
     for loop, said in ((text, "^Success|^0 errors"), (text.replace(", Corrected)", ", str)"), "assert.type")):
         (tmp_path / "loop.py").write_text(loop)

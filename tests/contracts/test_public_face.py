@@ -47,6 +47,9 @@ def Rejection(statistic="ratio", level="sequence", reduce="sum", lower=None, upp
 """
 DOCUMENTED: dict[str, Callable[..., Any]] = {}
 exec(SIGNATURES, {name: getattr(megatron_rc, name) for name in ("Extras", "HeadInputs", "LossOptions")}, DOCUMENTED)
+# the loop that exists learns little from its old rollouts, one batch teaches nothing, the others have a test each
+APART = ("existing_loop", "correct_a_batch", "patch_existing_loop", "replay_routes", "rollout_correction")
+LEARNING = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in APART)
 
 
 def loaded_after(statements: str) -> set[str]:
@@ -106,11 +109,6 @@ def printed(example: Path) -> str:
     return done.stdout
 
 
-# the loop that exists learns little from its old rollouts, one batch teaches nothing, the others have a test each
-APART = ("existing_loop", "correct_a_batch", "patch_existing_loop", "replay_routes", "rollout_correction")
-LEARNING = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in APART)
-
-
 @pytest.mark.parametrize("example", LEARNING, ids=lambda path: path.name)
 def test_an_example_learns(example: Path):
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed(example))]
@@ -138,9 +136,8 @@ def test_replayed_routes_close_a_part_of_the_gap_in_a_plain_loop_that_learns():
     said = printed(ROOT / "examples/replay_routes.py")
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", said)]
     assert rewards[-1] > rewards[0] + 0.2
-    own, replayed = (
-        re.findall(r"k3 without replay ([\d.]+), as trained ([\d.]+)", part) for part in said.split("(R3)")
-    )
+    pattern = r"k3 without replay ([\d.]+), as trained ([\d.]+)"
+    own, replayed = (re.findall(pattern, part) for part in said.split("(R3)"))
     assert len(own) == len(replayed) == 6
     assert all(without == trained for without, trained in own)
     # the last line is the mean over all steps: a single batch may show either, by a few tokens

@@ -21,6 +21,16 @@ from megatron_rc.jobs.run import train
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.versions import MEGATRON_CORE, PYTHON, SGLANG, TESTED, TRITON, Range, is_older, is_release
 
+COMMAND = "import sys; sys.modules |= dict.fromkeys(('fcntl', 'resource')); from megatron_rc.cli import main; main()"
+"""Without what Linux alone has."""
+HEAVY = {"torch", "triton", "transformers", "megatron.core", "numpy", "pyarrow", "matplotlib"}
+NEED_TORCH = "table_of_corrections or shows_the_table or this_python_is or cannot_be_read_is_one or reference_pages"
+"""Tests of modules that need no torch, which use it themselves."""
+LITERAL = re.compile(r"(?<![\w.])(0\.5\.\d+|0\.(1[5-9]|2\d)(\.\d+)?|3\.\d+(\.\d+)?)(?![\d.]*\d)")
+"""What a release of SGLang, megatron-core, Triton or Python looks like."""
+TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+TEST_COMMAND = TESTED[0]
+
 
 def unconditional(metadata: Message) -> list[Requirement]:
     return [r for r in requirements(metadata) if "extra" not in str(r.marker)]
@@ -73,10 +83,6 @@ def light(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFacto
     return python
 
 
-COMMAND = "import sys; sys.modules |= dict.fromkeys(('fcntl', 'resource')); from megatron_rc.cli import main; main()"
-"""Without what Linux alone has."""
-
-
 def run(python: Path, *arguments: str, command: str = COMMAND) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of ``megatron-rc`` with these arguments."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON"))}
@@ -125,9 +131,6 @@ def test_a_name_that_needs_torch_says_so_and_settings_need_none(light: Path) -> 
     assert run(light, command=use)[:2] == (0, "2.0\n")
 
 
-HEAVY = {"torch", "triton", "transformers", "megatron.core", "numpy", "pyarrow", "matplotlib"}
-
-
 def test_doctor_is_quick_where_torch_is_installed_too() -> None:
     count = "import atexit, sys; atexit.register(lambda: print('\\nLOADED', *sys.modules));"
     _, said, _ = run(Path(sys.executable), "doctor", command=count + COMMAND)
@@ -137,16 +140,11 @@ def test_doctor_is_quick_where_torch_is_installed_too() -> None:
     assert 100 < len(loaded) < 600
 
 
-NEED_TORCH = "table_of_corrections or shows_the_table or this_python_is or cannot_be_read_is_one or reference_pages"
-"""Tests of modules that need no torch, which use it themselves."""
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_tests_that_need_no_torch_pass_beside_the_light_core(wheel: Path, metadata: Message, tmp_path: Path) -> None:
     python = installed(wheel, tmp_path / "venv")
-    tools = map(Requirement, ("pytest", "pytest-timeout", "hypothesis"))
-    with_requirements(python, [*unconditional(metadata), *tools])
+    with_requirements(python, [*unconditional(metadata), *map(Requirement, ("pytest", "pytest-timeout", "hypothesis"))])
     rooms = [f"tests/{room}" for room in ("analyze", "doctor", "report", "schema", "settings")]
     selected = ["-m", "not full", "-k", f"not ({NEED_TORCH})", "--continue-on-collection-errors"]
     quiet = ["--noconftest", "--quiet", "-p", "no:cacheprovider"]
@@ -158,13 +156,6 @@ def test_tests_that_need_no_torch_pass_beside_the_light_core(wheel: Path, metada
     # a module that cannot be imported is one that needs an extra
     of_extras = {"torch", "psutil", "matplotlib", "tensorboard", "wandb_workspaces"}
     assert {*re.findall(r"No module named '(\w+)", done.stdout)} <= of_extras
-
-
-ROOT = Path(__file__).parents[2]
-LITERAL = re.compile(r"(?<![\w.])(0\.5\.\d+|0\.(1[5-9]|2\d)(\.\d+)?|3\.\d+(\.\d+)?)(?![\d.]*\d)")
-"""What a release of SGLang, megatron-core, Triton or Python looks like."""
-TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-TEST_COMMAND = TESTED[0]
 
 
 def strings(path: Path) -> list[tuple[int, str]]:

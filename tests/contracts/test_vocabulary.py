@@ -12,6 +12,12 @@ import pytest
 from ceilings import GENERATED
 
 ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"\n\n(?:    .*(?:\n|$)|\n)+")
+END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
+"""After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
+PARTS = re.compile(r"\n\s*\n|^\s*(?:[*-]|\d+\.) | · ", re.M)
+"""Between paragraphs, items of a list, and the entries of a line of links."""
+PAGE_END = re.compile(r"(?<=[.!?:;])[)\"*]*\s+")
 
 
 class Word(NamedTuple):
@@ -106,11 +112,6 @@ def test_a_word_is_in_no_name_that_means_something_else(word: str) -> None:
         assert any(path.startswith(place) for path in SOURCES), place
 
 
-CODE = re.compile(r"\n\n(?:    .*(?:\n|$)|\n)+")
-END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
-"""After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
-
-
 def long_sentences(source: str) -> Iterator[str]:
     """Sentences of more than 40 words in the docstrings of a module, those of its constants included."""
     for node in ast.walk(ast.parse(source)):
@@ -134,11 +135,6 @@ def test_a_long_sentence_is_seen_wherever_it_is_and_ends_where_a_reader_pauses()
     assert [*long_sentences(seen)] == [f"{words} x."] * 3
     assert [*long_sentences(f'"""As code::\n\n    {words}\n\n        {words}\n\n{words}."""')] == []
     assert [*long_sentences(f'"""{words}. {words}\n\n{words}:\n    item: {words[5:]}\n    a    {words[5:]}"""')] == []
-
-
-PARTS = re.compile(r"\n\s*\n|^\s*(?:[*-]|\d+\.) | · ", re.M)
-"""Between paragraphs, items of a list, and the entries of a line of links."""
-PAGE_END = re.compile(r"(?<=[.!?:;])[)\"*]*\s+")
 
 
 def long_sentences_of_page(page: str) -> list[str]:

@@ -14,6 +14,9 @@ from torch import Tensor
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 
 LENGTHS = (1, 2, 3, 4, 5)
+LOWER, UPPER = 0.2, 0.28
+CLIP = {"surrogate": "ppo", "clip_lower": LOWER, "clip_upper": UPPER}
+METHODS = Path(__file__).parents[2] / "docs/methods.md"
 
 
 def prefixes(world: World, table: Tensor, step: int) -> dict[tuple[int, ...], float]:
@@ -51,9 +54,7 @@ def test_the_states_of_two_policies_drift_apart_by_at_most_2_t_delta_max(length:
 
 @pytest.mark.parametrize("gap", [0.05, 0.5, 1.5])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_bias_without_weights_and_with_those_of_tokens_keeps_the_bound_of_theorem_b1(
-    length: int, gap: float
-) -> None:
+def test_the_bias_without_weights_and_with_token_weights_keeps_the_bound_of_theorem_b1(length: int, gap: float) -> None:
     """Theorem B.1: at most 2 B Delta_max T^2, where B bounds the norm of a token's score."""
     world = World(length, stops=False, seed=length, gap=gap)
     score = (1 - 2 * world.log_pi.exp() + world.log_pi.exp().square().sum(1, keepdim=True)).sqrt().max().item()
@@ -71,13 +72,7 @@ def test_the_second_moment_of_sequence_weights_is_that_of_a_token_to_the_power_o
     # the same two distributions after every prefix
     world.mu, world.theta = world.mu[:1].expand_as(world.mu), world.theta[:1].expand_as(world.theta)
     chi2 = (world.log_pi[0].exp().square() / world.mu[0]).sum() - 1
-    second = (world.probability(world.mu.log()) * world.rho().square()).sum()
-    torch.testing.assert_close(second, (1 + chi2) ** length)
-
-
-LOWER, UPPER = 0.2, 0.28
-CLIP = {"surrogate": "ppo", "clip_lower": LOWER, "clip_upper": UPPER}
-METHODS = Path(__file__).parents[2] / "docs/methods.md"
+    torch.testing.assert_close((world.probability(world.mu.log()) * world.rho().square()).sum(), (1 + chi2) ** length)
 
 
 def coin_toss(world: World, correction: RolloutCorrection, **options: object) -> tuple[float, Tensor]:
@@ -120,13 +115,11 @@ def test_the_force_ends_where_no_ratio_leaves_the_bounds_and_without_the_clip() 
 
 def rows_of_the_page() -> dict[tuple[str, str], float]:
     """(preset, old) -> the force that docs/methods.md states for it."""
-    text = METHODS.read_text()
-    found = re.findall(r"^\| (`.+`) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
-    names = [(re.findall("`(.+?)`", each), recomputed, rollout) for each, recomputed, rollout in found]
+    found = re.findall(r"^\| (`.+`) \| ([\d.]+) \| ([\d.]+) \|$", METHODS.read_text(), re.MULTILINE)
     return {
         (name, old): float(value)
-        for presets, *values in names
-        for name in presets
+        for presets, *values in found
+        for name in re.findall("`(.+?)`", presets)
         for old, value in zip(("recompute", "rollout"), values, strict=True)
     }
 

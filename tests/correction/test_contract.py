@@ -20,9 +20,8 @@ PAIR = ("train_logprobs", "rollout_logprobs", "loss_mask")
 
 
 def test_rows_without_loss_and_empty_sequences_change_no_metric() -> None:
-    correction = RolloutCorrection(
-        weight("sequence", "mask"), (Rejection("k3", "sequence", "mean", upper=0.05),), "batch"
-    )
+    gate = Rejection("k3", "sequence", "mean", upper=0.05)
+    correction = RolloutCorrection(weight("sequence", "mask"), (gate,), "batch")
     batch = case([5, 7, 3], density=1.0, gap=0.1)
     more = case([5, 0, 4, 7, 3, 6], density=1.0)
     more.mask = torch.tensor([True] * 5 + [False] * 4 + [True] * 10 + [False] * 6)
@@ -208,13 +207,12 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> N
 
 
 def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
-    gate = Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage")
-    correction = RolloutCorrection(reject=(gate,))
+    chosen = RolloutCorrection(reject=(Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage"),))
     # means of 1, -1 and 0: only the second is negative
     train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, -1.0, -1.0, -1.0, lengths=[2, 2, 1])
     mask[3] = False
     for advantages in (torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0]), torch.tensor([0.5, -0.5, 0.0])):
-        found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages)
+        found = correct(train, rollout, mask, correction=chosen, cu_seqlens=cu_seqlens, advantages=advantages)
         assert found.mask.tolist() == [True, True, False, False, True]
 
 
@@ -258,15 +256,12 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
     ],
 )
 def test_a_wrong_call_is_one_sentence_that_names_the_argument(change: dict[str, Any], message: str) -> None:
-    gates = (
-        Rejection("surprise", "segment", "max", upper=1.0),
-        Rejection("ratio", lower=0.5, when="negative_advantage"),
-    )
+    second = Rejection("ratio", lower=0.5, when="negative_advantage")
     arguments = {
         "train_logprobs": torch.zeros(3),
         "rollout_logprobs": torch.zeros(3),
         "loss_mask": torch.ones(3, dtype=torch.bool),
-        "correction": RolloutCorrection(reject=gates),
+        "correction": RolloutCorrection(reject=(Rejection("surprise", "segment", "max", upper=1.0), second)),
         "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32),
         "advantages": torch.zeros(1),
         "statistics": {"surprise": torch.zeros(3)},

@@ -17,9 +17,7 @@ INF, NAN = math.inf, math.nan
 LEVELS = ("token", "sequence", "geometric", "segment")
 SIDES = st.sampled_from(["train", "rollout"])
 # as many advantages as tokens are advantages of tokens
-LENGTHS = st.lists(st.integers(0, 9), max_size=6).filter(
-    lambda lengths: sum(lengths) != len(lengths) or not sum(lengths)
-)
+LENGTHS = st.lists(st.integers(0, 9), max_size=6).filter(lambda each: sum(each) != len(each) or not sum(each))
 STATISTICS = {  # bounds that split the random batches of `case`
     "ratio": (0.8, 1.3),
     "k2": (0.01, 0.12),
@@ -101,10 +99,8 @@ def test_corrupt_log_probs_follow_their_definition(
     for position, side, value in rubbish:
         if len(batch.mask):
             getattr(batch, side)[position % len(batch.mask)] = value
-    correction = RolloutCorrection(
-        level and weight(level, "truncate"), (Rejection("k2", gate, "sum", upper=0.1),) if gate else ()
-    )
-    check(batch, correction)
+    gates = (Rejection("k2", gate, "sum", upper=0.1),) if gate else ()
+    check(batch, RolloutCorrection(level and weight(level, "truncate"), gates))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -124,12 +120,9 @@ def test_a_ratio_exactly_on_a_bound_is_kept(level: Any, bound: float) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
 def test_a_ratio_just_outside_a_bound_is_dropped(level: Any) -> None:
-    above, below = math.nextafter(math.log(2), 9), math.nextafter(math.log(2), 0)
-    train = torch.tensor([above, below], dtype=torch.float64)
-    gate = Rejection("ratio", level, "mean", upper=2.0)
-    corrected = correct(
-        train * 0, -train, train > 0, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=torch.tensor([0, 1, 2])
-    )
+    train = torch.tensor([math.nextafter(math.log(2), towards) for towards in (9, 0)], dtype=torch.float64)
+    correction = RolloutCorrection(reject=(Rejection("ratio", level, "mean", upper=2.0),))
+    corrected = correct(train * 0, -train, train > 0, correction=correction, cu_seqlens=torch.tensor([0, 1, 2]))
     assert corrected.mask.tolist() == [False, True]
 
 
@@ -140,9 +133,8 @@ def test_batch_normalisation_of_nothing_leaves_zeros() -> None:
 
 
 def test_gates_compare_unclamped_logs_and_weights_clamped_ones() -> None:
-    correction = RolloutCorrection(
-        Weight("token", "truncate", upper=INF), (Rejection("ratio", "token", lower=math.exp(-40)),), log_ratio_bound=3.0
-    )
+    gates = (Rejection("ratio", "token", lower=math.exp(-40)),)
+    correction = RolloutCorrection(Weight("token", "truncate", upper=INF), gates, log_ratio_bound=3.0)
     corrected = on_gaps(correction, -30.0, -50.0, 10.0, 0.5)
     assert corrected.mask.tolist() == [True, False, True, True]
     assert corrected.weights.tolist() == pytest.approx([math.exp(-3), 0, math.exp(3), math.exp(0.5)])

@@ -11,6 +11,7 @@ from speed.operations import OperationCount
 # they wait for the device, and are off unless somebody turns them on
 pytestmark = pytest.mark.usefixtures("no_debug_checks")
 
+OF_PRESETS = [row.correction for row in PRESETS.values()]
 SEQ_MIS_AND_GEO_MASK = RolloutCorrection(PRESETS["seq-mis"].correction.weight, PRESETS["geo-mask"].correction.reject)
 TWO_SIDED_AND_GEO_MASK = RolloutCorrection(Weight("sequence", "mask", 0.5, 2.0), SEQ_MIS_AND_GEO_MASK.reject)
 EVERYTHING = RolloutCorrection(
@@ -25,9 +26,7 @@ EVERYTHING = RolloutCorrection(
 )
 
 
-@pytest.mark.parametrize(
-    "correction", [SEQ_MIS_AND_GEO_MASK, TWO_SIDED_AND_GEO_MASK, *(p.correction for p in PRESETS.values())]
-)
+@pytest.mark.parametrize("correction", [SEQ_MIS_AND_GEO_MASK, TWO_SIDED_AND_GEO_MASK, *OF_PRESETS])
 def test_correcting_with_all_metrics_takes_at_most_105_operations(correction: RolloutCorrection) -> None:
     batch = case([40, 60, 50])
     with OperationCount() as count:
@@ -54,7 +53,7 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_sequences() -
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("correction", [EVERYTHING, *(p.correction for p in PRESETS.values())])
+@pytest.mark.parametrize("correction", [EVERYTHING, *OF_PRESETS])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_nothing_waits_for_the_device(correction: RolloutCorrection, per_token: bool) -> None:
     batch = case([9, 0, 12, 4])
@@ -67,9 +66,7 @@ def test_nothing_waits_for_the_device(correction: RolloutCorrection, per_token: 
     assert not count.waits
 
 
-@pytest.mark.parametrize(
-    "wait", ["x.sum().item()", "x[x > 0]", "x.nonzero()", "bool(x.any())", "x.repeat_interleave(n)"]
-)
+@pytest.mark.parametrize("wait", ["x[0].item()", "x[x > 0]", "x.nonzero()", "bool(x.any())", "x.repeat_interleave(n)"])
 def test_the_counter_sees_a_wait(wait: str) -> None:
     x, n = torch.ones(3), torch.ones(3, dtype=torch.long)
     with OperationCount() as count:

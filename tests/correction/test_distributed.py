@@ -37,9 +37,7 @@ CORRECTIONS = [
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
     RolloutCorrection(Weight("sequence", upper="measured"), GATES[:1]),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
-    RolloutCorrection(
-        Weight("token", "truncate", upper="measured"), (Rejection("standardized", "sequence", upper=1.5),)
-    ),
+    RolloutCorrection(Weight(upper="measured"), (Rejection("standardized", "sequence", upper=1.5),)),
     RolloutCorrection(reject=(Rejection("standardized", "segment", upper=1.5), GATES[1])),
     RolloutCorrection(
         Weight("sequence", "clip", 0.9, 1.2, growth="sqrt_lag"), (Rejection("lag", "segment", "mean", upper=4.0),)
@@ -58,6 +56,8 @@ CORRECTIONS = [
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The name without a warning in this release of torch."""
+EVERY = range(len(CORRECTIONS))
+OF_OWN_TOKENS = RolloutCorrection(Weight("segment", "mask", 0.5, 2.0), (Rejection("k3", upper=0.5),), normalize="batch")
 
 
 class Answer(NamedTuple):
@@ -112,9 +112,6 @@ def assert_together_equal_one_process(parts: list[Answer], index: int, *, rel: f
         assert part.metrics == parts[0].metrics
 
 
-EVERY = range(len(CORRECTIONS))
-
-
 def data_parallel(rank: int, size: int, indices: Sequence[int] = EVERY) -> list[Answer]:
     sequences = list(range(*CUTS[size][rank : rank + 2]))
     local = as_token_batch(whole_batch()).select(sequences)
@@ -127,8 +124,7 @@ def context_parallel(rank: int, cp: int, dp: int, indices: Sequence[int] = EVERY
     dp_groups = [dist.new_group(list(range(c, dp * cp, cp))) for c in range(cp)]
     sequences = list(range(rank // cp, len(LENGTHS), dp))
     local = context_slice(as_token_batch(whole_batch()).select(sequences), cp, rank % cp)
-    groups = dp_groups[rank % cp], cp_groups[rank // cp]
-    return [answer(local, sequences, i, *groups) for i in indices]
+    return [answer(local, sequences, i, dp_groups[rank % cp], cp_groups[rank // cp]) for i in indices]
 
 
 def pair_over_context_parallel(rank: int, size: int) -> dict[str, float]:
@@ -142,14 +138,14 @@ def pair_over_context_parallel(rank: int, size: int) -> dict[str, float]:
 def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
     """Names of the collectives called; a bar between calls."""
     called: list[str] = []
-    originals: dict[str, Any] = {n: getattr(dist, n) for n in (GATHER, "all_reduce")}
     batch = whole_batch()
     local = context_slice(as_token_batch(batch), size, rank)
     arguments = batch.train[local.tokens], local.rollout_logprobs, local.loss_mask
     options: dict[str, Any] = {"cu_seqlens": local.cu_seqlens, "cp_group": dist.group.WORLD}
-    for name, original in originals.items():
-        setattr(dist, name, lambda *a, _n=name, _f=original, **k: called.append(_n) or _f(*a, **k))
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name in (GATHER, "all_reduce"):
+            original: Any = getattr(dist, name)
+            patched.setattr(dist, name, lambda *a, _n=name, _f=original, **k: called.append(_n) or _f(*a, **k))
         pair_metrics(*arguments, **options)
         called.append("|")
         correct(*arguments, correction=RolloutCorrection.preset("geo-mask-token-tis"), **options)
@@ -166,9 +162,6 @@ def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
         with pytest.raises(ValueError, match="positions must be given for level 'prefix' with context parallelism"):
             correct(*arguments, correction=prefix, **options)
         correct(*arguments, correction=prefix, positions=local.positions, **options)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
     return called
 
 
@@ -207,20 +200,15 @@ def test_pair_metrics_over_cp_ranks_equal_one_process(ranks: dict[int, list[dict
 def test_context_parallelism_costs_one_collective_for_decisions_one_for_metrics_one_for_prefixes_and_dp_one_for_k3(
     ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
-    gather = GATHER
+    expected = [GATHER, "|", GATHER, GATHER, "|", GATHER, GATHER, "|", "all_reduce", "|", *[GATHER] * 3]
     for rank in ranks[2]:
-        expected = [gather, "|", gather, gather, "|", gather, gather, "|", "all_reduce", "|"]
-        assert rank["collectives"] == [*expected, *[gather] * 3]
-
-
-OF_OWN_TOKENS = RolloutCorrection(Weight("segment", "mask", 0.5, 2.0), (Rejection("k3", upper=0.5),), normalize="batch")
+        assert rank["collectives"] == expected
 
 
 def without_groups(rank: int) -> dict[str, Any]:
     """What a rank gets from its own tokens: a group of None means no communication."""
     batch = case([9, 0, 12], seed=rank)
     corrected = correct(*batch.arguments, correction=OF_OWN_TOKENS, dp_group=None, cp_group=None, **batch.options)
-    pair = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, cp_group=None)
     means = MetricSums.of_means({"entropy": (torch.tensor(rank + 1.0), torch.tensor(2.0))})
     chosen, sampled = random_routes((21, 2, 2), seed=rank)
     shape = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=int(max(chosen.max(), sampled.max())) + 1)
@@ -233,7 +221,7 @@ def without_groups(rank: int) -> dict[str, Any]:
     return {
         "weights": corrected.weights.tolist(),
         "correct": corrected.metrics.all_reduce(None).values(),
-        "pair": pair.all_reduce(None).values(),
+        "pair": pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, cp_group=None).all_reduce(None).values(),
         "means": means.all_reduce(None).values(),
         "shift": {n: v for n, v in shift.sums.all_reduce(None).values().items() if isinstance(v, float)},
         "scale": scale.tolist(),

@@ -14,6 +14,9 @@ from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}
+WITHOUT_LAGS = "lags must be given for a rejection on 'lag' and for a weight whose bounds"
+LENGTHS = [12, 0, 7, 30, 1, 9]
+TWO_WIDE_FACTORS = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
 
 
 def stale(lengths: list[int], seed: int = 0) -> Case:
@@ -63,9 +66,6 @@ def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_t
         assert pooled == pytest.approx(values[metric], rel=1e-9)
 
 
-WITHOUT_LAGS = "lags must be given for a rejection on 'lag' and for a weight whose bounds"
-
-
 @pytest.mark.parametrize(
     ("correction", "lags", "message"),
     [
@@ -87,11 +87,9 @@ def test_a_correction_is_refused_without_the_lags_or_log_probs_that_it_reads(
 
 def test_an_infinite_upper_bound_stays_infinite_at_every_lag() -> None:
     correction = RolloutCorrection(Weight(upper=math.inf, growth="sqrt_lag"))
-    corrected = on_gaps(correction, 3.0, 3.0, lags=torch.tensor([0, 16]))
-    assert corrected.weights.tolist() == pytest.approx([math.exp(3)] * 2)
-
-
-LENGTHS = [12, 0, 7, 30, 1, 9]
+    assert on_gaps(correction, 3.0, 3.0, lags=torch.tensor([0, 16])).weights.tolist() == pytest.approx(
+        [math.exp(3)] * 2
+    )
 
 
 def sampled(batch: Case, seed: int = 5) -> Tensor:
@@ -133,20 +131,19 @@ def test_each_factor_is_reported_by_itself() -> None:
         assert values[f"{name}_ess"] == pytest.approx((rho.sum() ** 2 / len(rho) / rho.square().sum()).item(), rel=1e-6)
         assert values[f"{name}_k3"] == pytest.approx((log.double().expm1() - log).mean().item(), rel=1e-5)
     assert values["truncated_token"] == pytest.approx((logs["mismatch"] > math.log(1.3)).double().mean().item())
-    late = (logs["staleness"] > math.log(1.2)).double().mean().item()
-    assert values["staleness_truncated_token"] == pytest.approx(late)
+    assert values["staleness_truncated_token"] == pytest.approx(
+        (logs["staleness"] > math.log(1.2)).double().mean().item()
+    )
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 0.01])
 def test_a_corrupt_log_prob_of_the_version_that_sampled_is_corruption(broken: float) -> None:
-    correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
-    found = on_gaps(correction, 0.1, 0.2, 0.3, sampling_logprobs=torch.tensor([0.0, broken, -0.1]))
+    found = on_gaps(TWO_WIDE_FACTORS, 0.1, 0.2, 0.3, sampling_logprobs=torch.tensor([0.0, broken, -0.1]))
     assert found.mask.tolist() == [True, False, True]
     assert found.bad_sequences.tolist() == [True]
     assert found.metrics.values()["nonfinite_count"] == 1
 
 
 def test_a_token_that_pi_gives_no_chance_weighs_nothing() -> None:
-    correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
-    found = on_gaps(correction, -math.inf, 0.2, sampling_logprobs=torch.zeros(2))
+    found = on_gaps(TWO_WIDE_FACTORS, -math.inf, 0.2, sampling_logprobs=torch.zeros(2))
     assert found.weights.tolist() == pytest.approx([0.0, math.exp(0.2)]) and found.mask.all()

@@ -15,6 +15,8 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LEVELS: list[Any] = ["token", "sequence", "geometric"]
+GATE = RolloutCorrection(reject=(Rejection("standardized", "sequence", upper=2.0),))
+REJECTED = "rejected_standardized_sequence_seq"
 
 
 def measured(level: Any) -> RolloutCorrection:
@@ -26,10 +28,9 @@ def units_by_the_book(batch: Case, level: str) -> list[tuple[float, float]]:
     units, advantages = [], batch.advantages
     if len(advantages) != len(batch.mask):
         advantages = advantages.repeat_interleave(batch.cu_seqlens.diff())
+    both = (batch.train - batch.rollout, advantages)
     for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
-        logs, of_tokens = (
-            values[a:b][batch.mask[a:b]].tolist() for values in (batch.train - batch.rollout, advantages)
-        )
+        logs, of_tokens = (values[a:b][batch.mask[a:b]].tolist() for values in both)
         if level == "token":
             units += [(math.exp(log), A) for log, A in zip(logs, of_tokens, strict=True)]
         elif logs:
@@ -100,10 +101,6 @@ def test_a_caller_without_a_c_of_the_rollout_before_is_refused(given: float | No
         correct(*batch.arguments, correction=measured("token"), measured_upper=2.0, cu_seqlens=batch.cu_seqlens)
     with pytest.raises(ValueError, match="upper must be a number in my hook, which keeps no bound"):
         measured("token").check_one_micro_batch("my hook")
-
-
-GATE = RolloutCorrection(reject=(Rejection("standardized", "sequence", upper=2.0),))
-REJECTED = "rejected_standardized_sequence_seq"
 
 
 def gaussian(length: int, k3: float, tokens: int = 160_000, seed: int = 0) -> torch.Tensor:

@@ -17,6 +17,9 @@ from megatron_rc import correct as correct_of_library
 from megatron_rc.loss.policy_loss import policy_loss
 
 PATH = Path(__file__).parents[2] / "examples/rollout_correction.py"
+BOUNDS = st.sampled_from([(None, 2.0), (0.5, 2.0), (0.5, None), (0.9, 1.1), (0.5, 5.0)])
+VALUES = st.sampled_from([math.nan, math.inf, -math.inf, 0.5, 5e-4, -80.0])
+PLACES = st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(0, 8), VALUES)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +39,6 @@ def batch(seed: int, spread: float, damage: list[tuple[int, int, int, float]]) -
     for side, row, column, value in damage:
         both[side, row, column] = value
     return both[0], both[1], torch.rand(6, 9, generator=made) < 0.7
-
-
-BOUNDS = st.sampled_from([(None, 2.0), (0.5, 2.0), (0.5, None), (0.9, 1.1), (0.5, 5.0)])
-VALUES = st.sampled_from([math.nan, math.inf, -math.inf, 0.5, 5e-4, -80.0])
-PLACES = st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(0, 8), VALUES)
 
 
 @given(
@@ -100,8 +98,5 @@ def test_settings_that_cannot_be_are_refused(copied: ModuleType, fields: Any, sa
 def test_the_file_is_small_and_imports_torch_alone() -> None:
     lines = PATH.read_text().splitlines()
     assert len(lines) <= 200
-    assert {line.split()[1] for line in lines if line.startswith(("import", "from"))} <= {
-        "dataclasses",
-        "typing",
-        "torch",
-    }
+    imported = {line.split()[1] for line in lines if line.startswith(("import", "from"))}
+    assert imported <= {"dataclasses", "typing", "torch"}

@@ -18,10 +18,8 @@ from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:
     ell = torch.tensor(log_ratios, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, *(lengths or [len(ell)])]).cumsum(0)
-    mu = torch.full_like(ell, rollout)
-    return pair_metrics(
-        *below_zero(mu + ell, mu), torch.ones_like(ell, dtype=torch.bool), cu_seqlens=cu_seqlens
-    ).values()
+    mu, mask = torch.full_like(ell, rollout), torch.ones_like(ell, dtype=torch.bool)
+    return pair_metrics(*below_zero(mu + ell, mu), mask, cu_seqlens=cu_seqlens).values()
 
 
 def test_pair_metrics_are_those_of_correct_under_another_name() -> None:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
-UNBOUNDED = RolloutCorrection(Weight("prefix", upper=math.inf))
-
 
 def future_under_mu(world: World) -> Tensor:
     """sum over prefixes of pi(prefix) E_mu[R | prefix] grad log pi(last token), from conditional means of the table."""
@@ -40,7 +38,7 @@ def future_under_mu(world: World) -> Tensor:
 
 
 def test_unbounded_prefix_weights_are_unbiased_for_the_token_level_gradient(world: World) -> None:
-    found = Batch.population(world).run(UNBOUNDED).gradient
+    found = Batch.population(world).run(RolloutCorrection(Weight("prefix", upper=math.inf))).gradient
     torch.testing.assert_close(found, future_under_mu(world), atol=1e-9, rtol=1e-9)
 
 

@@ -15,13 +15,26 @@ from megatron_rc.correction.settings import PRESETS, STATISTICS, Rejection, Roll
 from megatron_rc.jobs.describe import describe
 from megatron_rc.loss.options import SURROGATES, check_surrogate
 
+BOUNDS = st.one_of(st.none(), st.floats(1e-3, 1.0)), st.floats(1.5, 1e3)
+GATES = st.builds(
+    Rejection, statistic=st.sampled_from([name for name in STATISTICS if name != "standardized"] + ["my statistic"]),
+    level=st.sampled_from(["token", "sequence", "segment"]), reduce=st.sampled_from(["sum", "mean", "max", "min"]),
+    lower=BOUNDS[0], upper=BOUNDS[1], when=st.sampled_from(["always", "negative_advantage", "positive_advantage"]),
+)  # fmt: skip
+WEIGHTS = st.one_of(
+    st.none(),
+    st.builds(Weight, level=st.sampled_from(["token", "segment"]), upper=st.one_of(BOUNDS[1], st.just(math.inf))),
+    st.builds(Weight, level=st.sampled_from(["token", "sequence", "geometric"]), upper=st.just("measured")),
+    st.builds(Weight, level=st.sampled_from(["sequence", "geometric"]), mode=st.just("mask"), lower=BOUNDS[0]),
+)
+
 
 def centered(weight: Weight | None = None, **fields: Any) -> RolloutCorrection:
     return RolloutCorrection(weight, old="current", centering="top", **fields)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("wrong", "message"),
     [
         (lambda: Weight(level="sentence"), "level must be one of 'token', 'sequence', 'geometric', 'segment', 'prefix"),
         (lambda: Weight(upper=True), "upper must be a number or None, got True"),
@@ -95,11 +108,22 @@ def centered(weight: Weight | None = None, **fields: Any) -> RolloutCorrection:
         (lambda: RolloutCorrection(old="new"), "old must be one of 'recompute', 'current', 'rollout'"),
         (lambda: RolloutCorrection(log_ratio_bound=0.0), "log_ratio_bound must be in"),
         (lambda: RolloutCorrection(normalize="batch", old="rollout"), "normalize must be 'none' when old is 'rollout'"),
+        # what is not called is data for from_dict
+        ({"wieght": {}}, "unknown field 'wieght'; did you mean 'weight'?"),
+        ({"weight": {"uper": 2}}, "unknown field 'weight.uper'; did you mean 'upper'?"),
+        ({"reject": [{"statistc": "k3", "upper": 1}]}, "unknown field 'reject.0.statistc'; did you mean 'statistic'?"),
+        ({"preset": "token-tis", "wieght": {}}, "unknown field 'wieght'"),
+        ({"preset": "tokn-tis"}, "unknown preset 'tokn-tis'; did you mean 'token-tis'?"),
+        ({"weight": {"upper": "two"}}, "weight.upper"),
+        ({"weight": {"upper": -2}}, "weight: upper must be > 0 for a ratio, got upper=-2.0"),
+        ({"reject": [{"upper": 2}, {"lower": 2, "upper": 1}]}, "reject.1: upper must be > lower"),
+        ({"old": "older"}, "old"),
+        (3, "dictionary"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_that_names_the_field(make: Any, message: str) -> None:
+def test_a_wrong_setting_or_wrong_data_is_one_sentence_that_names_the_field(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        make()
+        wrong() if callable(wrong) else RolloutCorrection.from_dict(wrong)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -147,34 +171,13 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
         check_surrogate(surrogate, preset)
 
 
-BOUNDS = st.one_of(st.none(), st.floats(1e-3, 1.0)), st.floats(1.5, 1e3)
-GATES = st.builds(
-    Rejection,
-    statistic=st.sampled_from([name for name in STATISTICS if name != "standardized"] + ["my statistic"]),
-    level=st.sampled_from(["token", "sequence", "segment"]),
-    reduce=st.sampled_from(["sum", "mean", "max", "min"]),
-    lower=BOUNDS[0],
-    upper=BOUNDS[1],
-    when=st.sampled_from(["always", "negative_advantage", "positive_advantage"]),
-)
-WEIGHTS = st.one_of(
-    st.none(),
-    st.builds(Weight, level=st.sampled_from(["token", "segment"]), upper=st.one_of(BOUNDS[1], st.just(math.inf))),
-    st.builds(Weight, level=st.sampled_from(["token", "sequence", "geometric"]), upper=st.just("measured")),
-    st.builds(Weight, level=st.sampled_from(["sequence", "geometric"]), mode=st.just("mask"), lower=BOUNDS[0]),
-)
-
-
 @given(
     correction=st.builds(
-        RolloutCorrection,
-        weight=WEIGHTS,
-        reject=st.lists(GATES, max_size=3).map(tuple),
-        old=st.sampled_from(["recompute", "current", "rollout"]),
-        log_ratio_bound=st.floats(7.0, 40),
+        RolloutCorrection, weight=WEIGHTS, reject=st.lists(GATES, max_size=3).map(tuple),
+        old=st.sampled_from(["recompute", "current", "rollout"]), log_ratio_bound=st.floats(7.0, 40),
     ),
     normalize=st.sampled_from(["none", "batch"]),
-)
+)  # fmt: skip
 def test_every_correction_survives_dictionaries_and_yaml(correction: RolloutCorrection, normalize: Any) -> None:
     if correction.old == "recompute":
         correction = dataclasses.replace(correction, normalize=normalize)
@@ -195,35 +198,11 @@ def test_yaml_comes_from_a_file_from_text_or_is_a_preset_name(tmp_path: Path) ->
 
 
 def test_a_preset_takes_overrides() -> None:
-    found = RolloutCorrection.from_dict(
-        {"preset": "geo-mask-token-tis", "weight": {"upper": 3.0}, "normalize": "batch", "reject": []}
-    )
-    assert found == RolloutCorrection(Weight("token", "truncate", upper=3.0), normalize="batch")
+    data = {"preset": "geo-mask-token-tis", "weight": {"upper": 3.0}, "normalize": "batch", "reject": []}
+    assert RolloutCorrection.from_dict(data) == RolloutCorrection(Weight(upper=3.0), normalize="batch")
     assert RolloutCorrection.from_dict({"preset": "veto", "weight": {"upper": 4}}).weight == Weight(upper=4.0)
     assert RolloutCorrection.from_dict({"preset": "token-tis", "weight": None}) == RolloutCorrection()
     assert RolloutCorrection.from_dict("seq-tis") == RolloutCorrection.preset("seq-tis")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"wieght": {}}, "unknown field 'wieght'; did you mean 'weight'?"),
-        ({"weight": {"uper": 2}}, "unknown field 'weight.uper'; did you mean 'upper'?"),
-        ({"reject": [{"statistc": "k3", "upper": 1}]}, "unknown field 'reject.0.statistc'; did you mean 'statistic'?"),
-        ({"preset": "token-tis", "wieght": {}}, "unknown field 'wieght'"),
-        ({"preset": "tokn-tis"}, "unknown preset 'tokn-tis'; did you mean 'token-tis'?"),
-        ({"weight": {"upper": "two"}}, "weight.upper"),
-        ({"weight": {"upper": -2}}, "weight: upper must be > 0 for a ratio, got upper=-2.0"),
-        ({"reject": [{"upper": 2}, {"lower": 2, "upper": 1}]}, "reject.1: upper must be > lower"),
-        ({"old": "older"}, "old"),
-        (3, "dictionary"),
-    ],
-)
-def test_wrong_data_is_one_sentence_that_names_the_field(data: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        RolloutCorrection.from_dict(data)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_every_field_has_a_docstring() -> None:

@@ -9,6 +9,8 @@ from story import story
 import megatron_rc.correction
 from megatron_rc import correct, loss_scale, policy_loss
 
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+
 
 def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> None:
     n, made = 50, torch.Generator().manual_seed(0)
@@ -26,9 +28,6 @@ def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> N
     assert 0 < (found.weights == 2).sum() < n
     torch.testing.assert_close(told["loss"], loss)
     torch.testing.assert_close(slope, torch.autograd.grad(loss, current)[0])
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 
 
 def test_the_examples_of_the_page_of_methods_hold() -> None:

@@ -1,6 +1,7 @@
 """Every known trap in verl's overrides and NeMo-RL's YAML, with settings that have it and others that do not."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,16 @@ ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 OURS = 'MEGATRON_RC_CONFIG={"correction":"token-tis"}'
 MOE = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B model_engine=megatron"
-REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode=R3"
-BYPASS = f"{CORRECTION}.bypass_mode=True"
+ACTOR = "actor_rollout_ref.actor.megatron"
+REPLAY = f"{ACTOR}.router_replay.mode=R3"
+BYPASS, K1 = f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_rs=seq_mean_k1"
 PATCHED = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py"
 IS = "loss_fn.use_importance_sampling_correction=true"
 HEAD = 'MEGATRON_RC_CONFIG={"head":"linear"}'
 SHARDED_LOGPROBS = 'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true}'
 STRATEGY = "actor_rollout_ref.actor.strategy=megatron"
 FUSED, MTP = "actor_rollout_ref.model.use_fused_kernels=True", "actor_rollout_ref.model.mtp.enable=True"
-SHARDED = (
-    "model_engine=megatron actor_rollout_ref.actor.megatron.sequence_parallel=False "
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-)
+SHARDED = f"model_engine=megatron {ACTOR}.sequence_parallel=False {ACTOR}.tensor_model_parallel_size=2"
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 MCORE = "policy.megatron_cfg.enabled=true"
 RAW = "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"
@@ -57,14 +56,12 @@ TRAPPED = [
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"corection":"none"}', "error", "corection"),
     (VERL, "fused-head-gradient", f"{FUSED} {SHARDED}", "error", "nothing adds the parts up"),
     (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.loss_type=reinforce", "error", "drop"),
-    (VERL, "bypass-reaches-workers", f"trainer.use_v1=False {BYPASS} {CORRECTION}.rollout_rs=seq_mean_k1", "error",
-     "4912"),
+    (VERL, "bypass-reaches-workers", f"trainer.use_v1=False {BYPASS} {K1}", "error", "4912"),
     (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.rollout_is=token", "warning", "never applies rollout_is"),
     (VERL, "bypass-reaches-workers", f"-m {FULLY_ASYNC} {CORRECTION}.rollout_is=token", "warning", "never applies"),
     (VERL, "loss-mode", f"{LOSS}=megatron_rc", "error", "MEGATRON_RC_CONFIG alone"),
     (VERL, "loss-mode", f"{LOSS}=geo_mean {CORRECTION}.rollout_is=token", "error", "one rejected token"),
-    (VERL, "k1-bounds", f"{CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=0.9_1.2", "note",
-     "mu / pi"),
+    (VERL, "k1-bounds", f"{K1} {CORRECTION}.rollout_rs_threshold=0.9_1.2", "note", "mu / pi"),
     (VERL, "rejection-denominator", f"{CORRECTION}.rollout_rs=token_k1 trainer.use_v1=False", "warning", "step grows"),
     (VERL, "quantized-rollouts", f"+{ROLLOUT}.quantization=fp8", "warning", "no correction acts"),
     (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "warning", "no correction acts"),
@@ -129,10 +126,7 @@ def test_settings_without_a_trap_are_good(host: str, text: str) -> None:
 
 def test_every_trap_is_tried() -> None:
     names = {(host, check.name) for host in (VERL, NEMO) for check in flag_checks(HOSTS[host])}
-    assert names == {(host, check) for host, check, *_ in TRAPPED} | {
-        (VERL, "shell-variables"),
-        (NEMO, "shell-variables"),
-    }
+    assert names == {row[:2] for row in TRAPPED} | {(host, "shell-variables") for host in (VERL, NEMO)}
 
 
 def test_a_yaml_file_is_read_over_its_parents_and_under_the_overrides(tmp_path: Path) -> None:
@@ -190,16 +184,11 @@ def test_the_config_of_a_checkpoint_says_more_than_its_name(
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for model in (str(tmp_path / "plain"), named_otherwise):
-        for host, text in (
-            (VERL, "model_engine=megatron actor_rollout_ref.model.path="),
-            (NEMO, f"{MCORE} policy.model_name="),
-        ):
-            found = traps(host, text + model)
-            assert {
-                name for name in ("moe-replay", "quantized-checkpoint") if found[name].status == "warning"
-            } == checks
-            assert all("config.json" in found[name].found for name in checks)
+    flag = {VERL: "model_engine=megatron actor_rollout_ref.model.path=", NEMO: f"{MCORE} policy.model_name="}
+    for model, host in product((str(tmp_path / "plain"), named_otherwise), flag):
+        found = traps(host, flag[host] + model)
+        warned = {name for name in ("moe-replay", "quantized-checkpoint") if found[name].status == "warning"}
+        assert warned == checks and all("config.json" in found[name].found for name in checks)
 
 
 def test_what_another_program_fills_in_is_undecided(tmp_path: Path) -> None:

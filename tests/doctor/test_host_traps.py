@@ -127,8 +127,7 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("hook-micro-batch", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
     ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
     ("tis-old", TIS_ON, {"correction": {"old": "rollout"}}, "'recompute' for tis.*--custom-loss-function-path"),
-    ("tis-advantages", TIS_ON,
-     {"correction": {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}},
+    ("tis-advantages", TIS_ON, {"correction": {"reject": [{"upper": 2, "when": "negative_advantage"}]}},
      "sees no advantages.*--custom-loss-function-path"),
     ("hook-double-ratio", f"{LOSS_ON} --use-rollout-logprobs",
      {"correction": {"preset": "token-tis", "old": "rollout"}}, "count it twice"),
@@ -168,8 +167,7 @@ HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
     ("lr-rule-replicas", f"{DECAY_ON} --indep-dp", DECAY_9, "share no process group"),
     *(("correction-unapplied", named, {"correction": "token-tis"}, "needs a hook that applies it; set --use-tis")
       for named in (flag("check"), OURS, flag("loss"))),
-    ("lr-rule-unstepped", TIS_ON, {"lr_rule": "length_decay"},
-     "needs the hook that steps it; set --custom-megatron-before"),
+    ("lr-rule-unstepped", TIS_ON, {"lr_rule": "length_decay"}, "needs the hook that steps it; set --custom-megatron"),
     ("routes-off", f"{TIS_ON} {WATCH_ON}", {}, "must be true for before_log_prob"),
     ("routes-not-replayed", f"{ROLLOUT_ON} {WATCH_ON}", ROUTES, "needs --use-rollout-routing-replay"),
     ("routes-old", f"{LOSS_ON} {WATCHED}", {**ROUTES, "correction": {"old": "rollout"}}, "got 'rollout'"),
@@ -246,9 +244,8 @@ def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str])
 )
 def test_a_program_without_a_policy_gradient_has_no_trap(host: str, flags: str) -> None:
     assert {finding.status for finding in traps(host, flags).values()} == {"good"}
-    for other, rl in (("main_generation", "main_ppo"), ("fsdp_sft_trainer", "main_ppo"), ("sft_loss", "policy_loss"),
-                      ("run_dpo", "run_grpo")):  # fmt: skip
-        flags = flags.replace(other, rl)
+    flags = re.sub("main_generation|fsdp_sft_trainer", "main_ppo", flags)
+    flags = flags.replace("sft_loss", "policy_loss").replace("run_dpo", "run_grpo")
     assert {finding.status for finding in traps(host, flags).values()} > {"good"}
 
 
@@ -259,15 +256,10 @@ def test_every_trap_is_tried() -> None:
     assert {check.name for host in hosts for check in flag_checks(host)} == tried
 
 
-REFUSED = [
-    "",
-    "--perform-rl-step",
-    f"{RL} --moe-router-fusion {REPLAY}",
-    *(flags for host, _, flags, status, _ in TRAPPED if (host, status) == (LM, "error") and PATCHED in flags),
-]
-
-
-@pytest.mark.parametrize("flags", [*REFUSED, f"{PATCHED} --rl-default-top-p 0.9"])
+@pytest.mark.parametrize(
+    "flags", ["", "--perform-rl-step", f"{RL} --moe-router-fusion {REPLAY}", f"{PATCHED} --rl-default-top-p 0.9",
+              *(flags for host, _, flags, status, _ in TRAPPED if (host, status) == (LM, "error") and PATCHED in flags)]
+)  # fmt: skip
 def test_the_patch_refuses_what_doctor_calls_an_error_of_a_patched_run(flags: str) -> None:
     given = f"--rc-preset token-tis {flags}"
     errors = [finding.found for finding in traps(LM, given).values() if finding.status == "error"]
@@ -284,9 +276,12 @@ def test_the_patch_and_slime_s_check_take_the_flags_in_which_doctor_finds_no_err
             check_arguments(arguments(LM, flags), RolloutCorrection())
 
 
+def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
+    check_arguments(arguments(LM, "--perform-rl-step --rl-default-top-p 0.9"), None)
+
+
 def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
-    config = tmp_path / "rc.yaml"
-    config.write_text("tis_batch_normalize: true\nmegatron_rc: {correction: token-tis}\n")
+    (config := tmp_path / "rc.yaml").write_text("tis_batch_normalize: true\nmegatron_rc: {correction: token-tis}\n")
     assert traps("slime", f"--use-tis --custom-config-path {config}")["batch-normalised-weights"].status == "warning"
     given = f"--use-tis {OURS} --custom-config-path {config}"
     # our hook does not read it

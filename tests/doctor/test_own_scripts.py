@@ -5,16 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flag_traps import traps
 
 from megatron_rc.doctor.host.flags import Flags
 
-VERL = "examples/grpo_trainer/run_"
-NEMO = "examples/configs/grpo_math_"
 MILES = "examples/infra_features/low_precision/run-"
-MODEL_CONFIGS = "examples/rl/model_configs"
 ENABLE = "--custom-megatron-init-path megatron_rc.integrations.slime.enable"
 
 
@@ -45,8 +43,7 @@ def with_enable(text: str, folder: Path) -> str:
 def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnings: set[str], tmp_path: Path) -> None:
     own = script("SLIME_DIR", f"scripts/{name}")
     text = with_enable(own.read_text(), tmp_path)
-    for line in ("source", "models"):
-        assert line in text
+    assert "source" in text and "models" in text
     (tmp_path / "models").symlink_to(own.parent / "models")
     (tmp_path / name).write_text(text)
     assert judged("slime", Flags.of_file(tmp_path / name))[0] == warnings
@@ -86,7 +83,7 @@ def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
     assert command.count("train_rl.py") == 1
     if model is not None:
         # its file has the flags that the page writes out for another model
-        own = script("MEGATRON_LM_DIR", f"{MODEL_CONFIGS}/{model}.sh")
+        own = script("MEGATRON_LM_DIR", f"examples/rl/model_configs/{model}.sh")
         command = f"source {own}\n{command[command.index('torchrun') :]}"
     options = "--rc-preset token-tis --rc-lr-rule length_decay"
     words = f"-m megatron_rc patch {options} train_rl.py --rl-inference-logprobs-is-correction"
@@ -109,17 +106,15 @@ def test_a_script_of_pretrain_has_no_flag_that_stands_in_the_way_of_the_patch(na
     ("name", "warnings"),
     [("qwen3_8b_megatron", set()), ("qwen3_30b_a3b_megatron", {"moe-replay"}), ("deepseek_v4_veomni", set())],
 )
-def test_one_variable_makes_a_script_of_verl_a_corrected_one(
-    name: str, warnings: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_variable_makes_a_script_of_verl_a_corrected_one(name: str, warnings: set[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGATRON_RC_CONFIG", "{correction: token-tis}")
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
-    assert judged("verl", Flags.of_file(script("VERL_DIR", f"{VERL}{name}.sh")))[0] == warnings
+    assert judged("verl", Flags.of_file(script("VERL_DIR", f"examples/grpo_trainer/run_{name}.sh")))[0] == warnings
 
 
 @pytest.mark.host("nemo-rl", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize("name", ["1B", "8B_megatron", "8B_megatron_fp8", "70B_megatron_fp8"])
 def test_words_before_the_script_make_a_configuration_of_nemo_rl_a_corrected_one(name: str) -> None:
-    own = script("NEMO_RL_DIR", f"{NEMO}{name}.yaml")
+    own = script("NEMO_RL_DIR", f"examples/configs/grpo_math_{name}.yaml")
     words = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py --config"
     assert not judged("nemo-rl", Flags([*words.split(), str(own)]))[0]

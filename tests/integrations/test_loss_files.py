@@ -3,7 +3,6 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,17 +13,6 @@ from hosts.verl import cases
 from torch import Tensor
 
 from megatron_rc.correction.settings import RolloutCorrection
-
-
-@dataclass
-class Inputs:
-    """prime_rl's LossInputs."""
-
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor | None = None
 
 
 def plain(
@@ -53,12 +41,10 @@ class Trainer:
 def file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     """Runs a file of the page; answers with its names."""
     registry: dict[str, Any] = {}
+    of_skyrl = {"PolicyLossRegistry": SimpleNamespace(register=registry.__setitem__), "ppo_policy_loss": plain}
     modules = {
-        "prime_rl.trainer.rl.loss": {"LossInputs": Inputs, "LossOutputs": SimpleNamespace},
-        "skyrl.backends.skyrl_train.utils.ppo_utils": {
-            "PolicyLossRegistry": SimpleNamespace(register=registry.__setitem__),
-            "ppo_policy_loss": plain,
-        },
+        "prime_rl.trainer.rl.loss": {"LossInputs": SimpleNamespace, "LossOutputs": SimpleNamespace},
+        "skyrl.backends.skyrl_train.utils.ppo_utils": of_skyrl,
         "trl": {"GRPOTrainer": Trainer},
     }
     for name, contents in modules.items():
@@ -84,8 +70,9 @@ def test_prime_rl_gets_minus_w_a_log_pi_of_one_sequence(file: Any) -> None:
     corrected = file("rc_loss.py")["corrected"]
     for row, weights in ((0, None), (3, torch.full((12,), 0.5))):
         current = BATCH.current[row].clone().requires_grad_()
-        given = Inputs(current, BATCH.rollout[row], BATCH.advantages[row], MASK[row], weights)
-        out = corrected(given, correction="token-tis")
+        given = {"advantages": BATCH.advantages[row], "loss_mask": MASK[row], "loss_weights": weights}
+        given |= {"trainer_logprobs": current, "inference_logprobs": BATCH.rollout[row]}
+        out = corrected(SimpleNamespace(**given), correction="token-tis")
         out.loss.backward()
         ratio = (BATCH.current[row] - BATCH.rollout[row]).exp()
         expected = -ratio.clamp(max=2) * BATCH.advantages[row] * MASK[row] * (1 if weights is None else weights)
@@ -125,10 +112,8 @@ def test_trls_luspo_which_reads_padding_keeps_its_gradient_under_none(file: Any)
     trainer.correction = RolloutCorrection()
     given = {"old_per_token_logps": BATCH.old, "sampling_per_token_logps": BATCH.rollout, "completion_mask": BATCH.mask}
     gradients = []
-    for weights in (
-        torch.ones(len(MASK), 1),
-        trainer._generate_and_score_completions(given)["importance_sampling_ratio"],
-    ):
+    ours = trainer._generate_and_score_completions(given)["importance_sampling_ratio"]
+    for weights in (torch.ones(len(MASK), 1), ours):
         current = BATCH.current.clone().requires_grad_()
         of_sequences = ((current - BATCH.old) * MASK).sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
         losses = -of_sequences.exp() * BATCH.advantages * weights

@@ -25,17 +25,13 @@ def rollout(*turns: tuple[list[int], list[int]] | None) -> Any:
     return SimpleNamespace(trajectory=[t for t, _ in kept], generation_mask=[[bool(g) for g in m] for _, m in kept])
 
 
-def collapses(one: Any) -> bool:
-    return all(b[: len(a)] == a for a, b in zip(one.trajectory, one.trajectory[1:], strict=False))
-
-
 def test_rows_are_those_of_the_host_and_each_token_has_the_epoch_of_the_turn_that_generated_it() -> None:
     chain = rollout(([1, 2, 3], [0, 1, 1]), ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1]))
     rewritten = rollout(([1, 2], [0, 1]), ([7, 8, 9], [0, 1, 1]))
     failed, text = rollout(), SimpleNamespace(trajectory=["words of text"], generation_mask=None)
     # over the turns one after another: the second turn encodes the first one again
     segments = [[[(3, 2), (4, 1), (6, 5), (7, 1)], []], [[(5, 2), (6, 3)], []]]
-    rows = epochs_of_rows([[chain, failed], [rewritten, text]], segments, collapses)
+    rows = epochs_of_rows([[chain, failed], [rewritten, text]], segments, lambda one: one is not rewritten)
     _ = UNKNOWN
     assert rows == [[_, 3, 4, _, 6, 7], [_, 5], [_, 6, 6], []]
     assert is_stale(rows, 7) and not is_stale(rows, 3)
@@ -59,7 +55,6 @@ def test_the_correction_of_the_batch_judges_every_token_by_its_lag(judged: list[
     dropped = total = 0
     for row, (one, segments) in enumerate(zip(made, [s for group in SEGMENTS for s in group], strict=True)):
         epochs = [epoch for epoch, count in segments for _ in range(count)]
-        assert one.generation_mask is not None and one.logprobs is not None
         known = one.generation_mask[0].index(True) + len(one.logprobs[0])
         for token in range(1, len(epochs)):
             if one.generation_mask[0][token] and token < known:

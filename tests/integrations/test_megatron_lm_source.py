@@ -22,31 +22,22 @@ PACKED = {"rl_use_sequence_packing": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 TWO_POLICIES = {"correction": {"old": "rollout"}, "lr_rule": {"rule": "length_decay", "decay_period": 1}}
 NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
-CASES: dict[str, dict[str, Any]] = {
+ROWS: dict[str, dict[str, Any]] = {
     # answers of one length: to the host, too, all tokens weigh the same
     "host": {"args": NO_WEIGHT, "length": 6},
     "none": {"patch": {"correction": {}}, "length": 6},
     "head": {"patch": {**TIS, "head": "linear"}, "length": 6},
-    "head, packed": {"patch": {**TIS, "head": "linear"}, "args": PACKED, "length": 6},
-    "host, packed": {"args": {**NO_WEIGHT, **PACKED}, "length": 6},
-    "none, packed": {"patch": {"correction": {}}, "args": PACKED, "length": 6},
     "host, truncation": {"args": ITS_TIS, "length": 6},
     "truncation": {"patch": TIS, "length": 6},
-    "host, truncation, packed": {"args": {**ITS_TIS, **PACKED}, "length": 6},
-    "truncation, packed": {"patch": TIS, "args": PACKED, "length": 6},
-    "host again": {"args": NO_WEIGHT, "length": 6},
     # answers of several lengths, whose last log-prob the sampler leaves out
     "any length": {"patch": TIS, "missing": 1},
-    "any length, packed": {"patch": TIS, "args": PACKED, "missing": 1},
     "host, per token": {"args": {**NO_WEIGHT, **PER_TOKEN}},
     "none, per token": {"patch": {"correction": {}}, "args": PER_TOKEN},
-    "host, per token, packed": {"args": {**NO_WEIGHT, **PER_TOKEN, **PACKED}},
-    "none, per token, packed": {"patch": {"correction": {}}, "args": {**PER_TOKEN, **PACKED}},
     "stale": {"patch": LAGS, "stale": True},
-    "stale, packed": {"patch": LAGS, "stale": True, "args": PACKED},
     "two policies": {"patch": TWO_POLICIES},
-    "two policies, packed": {"patch": TWO_POLICIES, "args": PACKED},
 }
+BINS = {f"{name}, packed": {**case, "args": {**case.get("args", {}), **PACKED}} for name, case in ROWS.items()}
+CASES = {**ROWS, **BINS, "host again": ROWS["host"]}
 SPLITS = {"TP1": (1, []), "TP2": (2, ["--tensor-model-parallel-size", "2"]), "DP2": (2, [])}
 SPLITS["PP2"] = (2, ["--pipeline-model-parallel-size", "2"])
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_rc import LengthDecayLR, MismatchLR, Rejection, RolloutCorrection, Weight, correct
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.megatron_lm import session as session
-from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
@@ -32,8 +31,7 @@ CORRECTION = RolloutCorrection(
     normalize="batch",
 )
 TEMPERATURES = [1.0, 0.7]
-PACKED = [[[0, 2], [], [1], [3]]]
-CUTS = [Cut(rows=1), Cut(rows=2), Cut(rows=4), Cut(bins=PACKED)]
+CUTS = [Cut(rows=1), Cut(rows=2), Cut(rows=4), Cut(bins=[[[0, 2], [], [1], [3]]])]
 HALVES = [Cut(rows=1), Cut(rows=2), Cut(bins=[[[0, 1], []], [[1], [0]]])]
 
 
@@ -44,7 +42,6 @@ def by_hand(correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
     tokens, rollout_logprobs = torch.zeros(len(made), WIDTH, dtype=torch.long), torch.full(shape, torch.nan)
     mask = torch.zeros(shape, dtype=torch.bool)
     for row, one in enumerate(made):
-        assert one.generation_mask is not None and one.logprobs is not None
         length, prompt = len(one.trajectory[0]), one.generation_mask[0].index(True)
         tokens[row, :length] = torch.tensor(one.trajectory[0])
         sampled = torch.tensor(one.logprobs[0])
@@ -57,7 +54,6 @@ def by_hand(correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
     assert (mask & ~known).sum() == 1 and corrected.mask[1].any()
     weights[mask & ~known] = 1.0
     (-weights * advantages[:, None] * current * mask).sum().div(mask.sum()).backward()
-    assert model.table.grad is not None
     return model.table.grad, corrected.metrics.values()
 
 
@@ -159,27 +155,14 @@ def test_with_per_token_loss_the_host_divides_itself() -> None:
     assert (float(loss), int(tokens)) == (3.0, 1)
 
 
-def arguments(**changes: Any) -> Namespace:
-    values = {
-        **{"perform_rl_step": True, "rl_inference_logprobs_is_correction": True, "cuda_graph_impl": "none"},
-        **{"rl_importance_sampling_truncation_coef": None, "rl_default_temperature": 1.0, "rl_default_top_p": 0},
-        **{"rl_default_top_k": -1, "inference_dynamic_batching_logprobs_mode": "raw_logprobs"},
-    }
-    return Namespace(**{**values, **changes})
-
-
 def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built() -> None:
     with sources.imported(sources.STUB) as host:
-        from megatron.training import global_vars
+        from megatron.training.global_vars import args
 
-        global_vars.args = arguments(perform_rl_step=False)
+        args.perform_rl_step = False
         setup, own = session.setup_model_and_optimizer, host.training.setup_model_and_optimizer
         with pytest.raises(ValueError, match="--perform-rl-step"):
             setup(own, session.Session(RolloutCorrection(), None), None, lambda: pytest.fail("the model was built"))
-
-
-def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
-    check_arguments(arguments(rl_inference_logprobs_is_correction=False, rl_default_top_p=0.9), None)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +189,6 @@ def rates(state: session.Session, signals: list[Signals]) -> tuple[list[float], 
     with sources.imported(sources.STUB) as host:
         make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
         (prepare,) = (symbol.make for symbol in HOST.symbols if symbol.name == "prepare_data_for_update")
-        assert make is not None and prepare is not None
         optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]}], lr=1.0)
         scheduler, found = make(optimizer), []
         for measured in signals:

@@ -6,7 +6,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shutil import copy
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,7 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
     ("settings", "data", "forward", "sentence"),
     [
         ({"correction": TIS}, [batch(0.0)], training_host.sft_step, "no loss function called correct_micro_batch"),
+        ({"correction": "standardized"}, [batch(0.0)], forward_step, "not use 'standardized' in correct_micro_batch"),
         ({"lr_rule": decay()}, [batch(0.0, new=False)], forward_step, "new_rollout=True"),
         ({"correction": TIS}, [batch(0.0, math.nan)], forward_step, "nonfinite_share must be <= 0.01, got 1 of 2"),
     ],
@@ -173,11 +175,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             patch(HOST, correction=RolloutCorrection.from_dict(fields))
-    with (
-        patch(HOST, correction=RolloutCorrection.preset("standardized")),
-        pytest.raises(ValueError, match="reject must not use 'standardized' in correct_micro_batch"),
-    ):
-        train(training, [[batch(0.0)]])
     with patch(HOST, correction=TIS), pytest.raises(ValueError, match="--cuda-graph-impl"):
         train(training, [[batch(0.0)]], schedule=FullCudaGraphWrapper.__new__(FullCudaGraphWrapper))
     flags = vars(import_module("megatron.training.global_vars").args)
@@ -234,16 +231,7 @@ SEQUENCES = (([LN2, 0.3, -0.4, 0.1], [10]), ([0.0, 1.2, -1.0, 0.5], [30]))
 """Log-ratios of two sequences, and how long the response was."""
 
 
-class Step(NamedTuple):
-    log: dict[str, float]
-    rates: list[float]
-    """Learning rates that the optimizer used."""
-    length: float
-    """Mean response length that the decay took."""
-    refusal: str
-
-
-def _rank(rank: int) -> dict[str, Step]:
+def _rank(rank: int) -> dict[str, SimpleNamespace]:
     steps = {}
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
@@ -251,25 +239,25 @@ def _rank(rank: int) -> dict[str, Step]:
         halves = [batch(*gaps[2 * rank : 2 * rank + 2], lengths=lengths) for gaps, lengths in SEQUENCES]
         data = {"dp": [whole[rank]], "pp": whole, "cp": halves}[layout]
         steps[layout] = _step(data, forward_step)
-        steps[f"{layout}, by mismatch"] = _step(
-            data, forward_step, MismatchLR(1e-3, signal="k3", target=1e-9, power=0.1)
-        )
+        by_mismatch = MismatchLR(1e-3, signal="k3", target=1e-9, power=0.1)
+        steps[f"{layout}, by mismatch"] = _step(data, forward_step, by_mismatch)
         if layout == "dp":
             steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else training_host.sft_step)
         parallel_state.destroy_model_parallel()
     return steps
 
 
-def _step(data: list[Any], forward: Any, by_mismatch: MismatchLR | None = None) -> Step:
+def _step(data: list[Any], forward: Any, by_mismatch: MismatchLR | None = None) -> SimpleNamespace:
+    """Its log, the learning rates that the optimizer used, the mean response length of the decay, and the refusal."""
     seen = decay()
     with stub_host() as module, patch(HOST, correction=NONE, lr_rule=by_mismatch or seen):
         try:
             (log,), optimizer, _ = train(module, [data], forward)
         except ValueError as refused:
-            return Step({}, [], math.nan, str(refused))
+            return SimpleNamespace(rates=[], length=math.nan, refusal=str(refused))
     log.pop("pg loss", None)
     length = math.exp(seen.state_dict()["fast_average"] / 0.2) if by_mismatch is None else math.nan
-    return Step(log, optimizer.used, length, "")
+    return SimpleNamespace(log=log, rates=optimizer.used, length=length, refusal="")
 
 
 @pytest.mark.host("megatron-training", proof="stand-in", feature="data-parallel ranks")

@@ -26,8 +26,7 @@ def answers() -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[3]), str(HERE.parents[1])])}
     done = subprocess.run([python, "-W", "ignore", HERE / "job.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.rpartition("ANSWER")[2])
-    return found
+    return json.loads(done.stdout.rpartition("ANSWER")[2])
 
 
 def agrees(found: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -52,9 +51,8 @@ def test_a_correction_gives_the_loss_and_gradient_of_the_hosts_own_mode(mode: st
     monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_group", lambda **_: None)
     session = hooks.prepare(RolloutCorrection.from_dict(CORRECTIONS[mode]), None)
     given = batch()
-    metrics = hooks.offpolicy_metrics(
-        lambda *_: {"kl": 0.0}, session, None, given["old"], given["rollout"], given["mask"]
-    )
+    rows = (given["old"], given["rollout"], given["mask"])
+    metrics = hooks.offpolicy_metrics(lambda *_: {"kl": 0.0}, session, None, *rows)
     assert metrics["kl"] == 0 and metrics["rc/k3"] > 0.1
     assert agrees(by_hand(hooks.weights(None, session, None, None, None)), OWN[mode])
     assert not agrees(by_hand(torch.ones(1)), OWN[mode])

@@ -22,9 +22,7 @@ from megatron_rc.integrations.run_script import recipe as recipe_of
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
-ROOT = Path(__file__).parents[2]
-PAGES = {path.stem: path.read_text() for path in (ROOT / "docs/hosts").glob("*.md")}
-DOCS = PAGES["megatron_lm"]
+PAGES = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "docs/hosts").glob("*.md")}
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -68,14 +66,10 @@ def seen(script: Path) -> dict[str, Any]:
 def test_the_script_is_main_with_its_own_argv_and_folder_and_everything_is_put_back(script: Path) -> None:
     before = (sys.modules["__main__"], list(sys.argv), list(sys.path))
     correction = RolloutCorrection.preset("token-tis")
-    run_script(script, ["--lr", "1e-6", "--rc-preset", "its-own"], PatchSettings(correction=correction))
-    assert seen(script) == {
-        "loss": f"{correction} None",
-        "argv": [str(script), "--lr", "1e-6", "--rc-preset", "its-own"],
-        "file": str(script),
-        "path": str(script.parent),
-        "main": True,
-    }
+    own = ["--lr", "1e-6", "--rc-preset", "its-own"]
+    run_script(script, own, PatchSettings(correction=correction))
+    expected = {"loss": f"{correction} None", "argv": [str(script), *own], "main": True}
+    assert seen(script) == {**expected, "file": str(script), "path": str(script.parent)}
     assert before == (sys.modules["__main__"], sys.argv, sys.path)
     assert sys.modules["plain_host"].loss() == "host"
 
@@ -137,7 +131,7 @@ def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tm
 
 def recipe(language: str) -> str:
     """The first block of that language on the page of Megatron-LM."""
-    found = re.search(rf"```{language}\b.*?\n(.*?)```", DOCS, re.DOTALL)
+    found = re.search(rf"```{language}\b.*?\n(.*?)```", PAGES["megatron_lm"], re.DOTALL)
     assert found is not None and len(found[1].strip().splitlines()) <= 10
     return found[1]
 

@@ -96,9 +96,7 @@ def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
     loss_file, trainer = folder / f"{host}/backends/{losses[host]}", folder / f"{host}/backends/megatron_utils"
     given = [node.value for node in ast.walk(ast.parse(loss_file.read_text())) if isinstance(node, ast.Assign)
              and ast.unparse(node.targets[0]) == "tis_kwargs"]  # fmt: skip
-    (tis_kwargs,) = [
-        {ast.literal_eval(key) for key in each.keys if key} for each in given if isinstance(each, ast.Dict)
-    ]
+    (tis_kwargs,) = [{ast.literal_eval(k) for k in each.keys if k} for each in given if isinstance(each, ast.Dict)]
     called: dict[Callable[..., Any], list[tuple[int, set[str]]]] = {
         slime.tis: [(0, tis_kwargs)],
         slime.pg_loss_reducer: calls(loss_file, "custom_pg_loss_reducer_func"),
@@ -155,11 +153,8 @@ def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None
     path = Path(__file__).parents[2] / "examples/slime_rc.yaml"
     key = yaml.safe_load(path.read_text())["megatron_rc"]
     assert key.keys() == SlimeSettings.__dataclass_fields__.keys()
-    args = arguments(
-        use_tis=True,
-        megatron_rc=key,
-        **{HOOKS[hook]: flag(hook).split()[1] for hook in ("check", "tis", "before_train_step")},
-    )
+    hooks = {HOOKS[hook]: flag(hook).split()[1] for hook in ("check", "tis", "before_train_step")}
+    args = arguments(use_tis=True, megatron_rc=key, **hooks)
     check(args)
     assert read(args).correction == RolloutCorrection.preset("none")
     assert read(args).lr_rule == LengthDecaySettings()

@@ -173,10 +173,8 @@ def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> 
     run.rollout(0, [9])
     run.rollout(1, [9])
     state = run.scheduler.state_dict()
-    for changes in (
-        {"decay": {"decay_period": 2}},
-        {"key": {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9.0}}},
-    ):
+    by_length = {"key": {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9.0}}}
+    for changes in ({"decay": {"decay_period": 2}}, by_length):
         other = Run(checked(**changes, **TIS, use_tis=True))
         other.scheduler.load_state_dict(state)
         with pytest.raises(ValueError, match="needs its state after rollout 0 .*without --no-load-optim"):

@@ -97,9 +97,8 @@ class Engine:
     def __init__(self, is_value_model: bool = False) -> None:
         self.is_value_model = is_value_model
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
-        self.lr_scheduler = module("verl.workers.engine.megatron.transformer_impl").MegatronEngine._build_lr_scheduler(
-            self
-        )
+        own = module("verl.workers.engine.megatron.transformer_impl").MegatronEngine
+        self.lr_scheduler = own._build_lr_scheduler(self)
 
     def get_data_parallel_group(self) -> Any:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -181,10 +180,8 @@ def _rank(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     sys.path.insert(0, str(sources.STUB))
     batch = cases.rollout(2)
     mine = cases.Rollout(*(part[rank::2] for part in batch))
-    text = json.dumps(
-        {"correction": cases.correction("seq_mean_k3", old="rollout").to_dict(), "lr_rule": "length_decay"}
-    )
-    with patched(text) as session:
+    correction = cases.correction("seq_mean_k3", old="rollout").to_dict()
+    with patched(json.dumps({"correction": correction, "lr_rule": "length_decay"})) as session:
         made = worker(Engine(), update=lambda data: loss_of(mine, mine.rollout, None, 1 + rank))
         fields = {"response_mask": mine.mask, "rollout_log_probs": mine.rollout, "old_log_probs": mine.rollout}
         return made.train_mini_batch(fields)["metrics"], session.attached.rule.state_dict()

@@ -164,9 +164,8 @@ def test_every_cell_of_the_grid_of_experts_can_start_and_of_the_one_documented_f
 def test_the_table_holds_mean_and_half_the_range_over_seeds(tmp_path: Path) -> None:
     for seed, values in enumerate([(1e-4, 3e-4), (5e-4, 7e-4)]):
         names = ("old/k3", "current/k3", "eval/accuracy")
-        write_all(
-            tmp_path / str(seed), [{"phase": "rl", "step": i} | dict.fromkeys(names, v) for i, v in enumerate(values)]
-        )
+        records = [{"phase": "rl", "step": i} | dict.fromkeys(names, v) for i, v in enumerate(values)]
+        write_all(tmp_path / str(seed), records)
     runs: list[Run] = [read_run({"replay": "R3"}, seed, tmp_path / str(seed)) for seed in range(2)]
     head, _, row = table(runs).strip().split("\n")
     assert head == "| replay | k3 before the update | k3 in the update | held-out |"

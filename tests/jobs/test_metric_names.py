@@ -83,11 +83,8 @@ def general_name(key: str) -> str:
         return re.sub(r"(?<=rollout/rejected_).+", "<reason>", key)
     name = re.sub(r"(?<=rejected_).+(?=_(?:token|seq)$)", "<gate>", pair[1])
     name = re.sub(r"(?<=_lag_)[0-9_]+(?:up)?$", "<lags>", name)
-    return re.sub(
-        r"^(truncated|staleness_truncated|clipped_low|clipped_high|outside_low|outside_high|rejected_<gate>)_(token|seq)$",
-        r"\1",
-        name,
-    )
+    share = r"^((?:staleness_)?truncated|(?:clipped|outside)_(?:low|high)|rejected_<gate>)_(?:token|seq)$"
+    return re.sub(share, r"\1", name)
 
 
 def test_the_page_has_every_metric_that_is_written_and_no_other(records: list[dict[str, Any]]) -> None:

@@ -41,15 +41,9 @@ def uninterrupted(folder: Path, job: dict[str, Any], *arguments: str, processes:
 
 
 def resumed_equals_uninterrupted(
-    folder: Path,
-    job: dict[str, Any],
-    whole: Metrics,
-    phase: str,
-    step: int,
-    *arguments: str,
-    processes: int = 1,
+    folder: Path, job: dict[str, Any], whole: Metrics, phase: str, step: int, *arguments: str, processes: int = 1,
     resume: Callable[..., Metrics] = finished_job,
-) -> None:
+) -> None:  # fmt: skip
     """Kill a job in the step after ``step``, start it again with ``resume``, and compare its metrics with ``whole``."""
     config, output = settings_file(folder, job), folder / "killed"
     words = ("--set", f"output={output}", *arguments)
@@ -93,17 +87,13 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
     tmp_path: Path, long_job: dict[str, Any]
 ) -> None:
     job = {
-        **long_job,
-        "rollout": {**long_job["rollout"], "lag": 2},
-        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        "correction": {"weight": {"upper": "measured"}},
-        "train": {**long_job["train"], "keep_sampling_weights": True},
-    }
+        **long_job, "rollout": {**long_job["rollout"], "lag": 2}, "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        "correction": {"weight": {"upper": "measured"}}, "train": {**long_job["train"], "keep_sampling_weights": True},
+    }  # fmt: skip
     whole = uninterrupted(tmp_path, job)
-    trained = [record for record in whole if "old/measured_upper" in record]
     truncated = [
         record["old/weight_max"] == pytest.approx(before["old/measured_upper"], rel=1e-6)
-        for before, record in pairwise(trained)
+        for before, record in pairwise(record for record in whole if "old/measured_upper" in record)
         if record["old/truncated_token"]
     ]
     assert truncated and all(truncated)

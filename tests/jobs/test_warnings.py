@@ -20,16 +20,11 @@ CASES = {
     "dropped": ["correction={reject: [{level: token, lower: 1.5}]}", "train.steps=11", "rollout.prompts_per_step=2"],
     "exact sampler": ["correction.old=rollout"],
     "noise": ["correction.old=rollout", "rollout.amplify=0.4", "train.steps=9"],
-    "fixed noise": [
-        "correction.old=rollout",
-        "rollout.amplify=0.2",
-        "rollout.amplify_fixed=true",
-        "train.steps=9",
-        "rollout.prompts_per_step=24",
-    ],
+    "fixed noise": ["correction.old=rollout", "rollout.amplify=0.2", "rollout.amplify_fixed=true", "train.steps=9",
+                    "rollout.prompts_per_step=24"],
     # a response needs a digit and the stop token
     "no reward": ["rollout.max_new_tokens=1", "train.steps=11", "rollout.prompts_per_step=2"],
-}
+}  # fmt: skip
 CLIPPED = {"updates": 1.0, "clip_low": 0.04, "clip_high": 0.03}
 
 

@@ -14,6 +14,9 @@ from megatron_rc.kernels.launch_table import LAUNCH
 
 # one target of each vendor compiles in every run; the other generations of the first one take as long again
 EVERY_RUN = ("sm_90", "gfx942")
+# listing the machine code of every variant takes as long as compiling it
+LISTED_IN_EVERY_RUN = ("normalize_fwd_kernel", "policy_loss_fwd_kernel")
+FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
 
 @pytest.mark.parametrize(
@@ -31,10 +34,6 @@ def test_it_compiles_without_spilling_a_register(kernel: str, target: str, pytes
     assert [f"{one.spilled} bytes: {source}" for source, one in found if one.spilled > allowed] == []
     assert [str(source) for source, one in found if one.shared > aot.SHARED_LIMIT[target]] == []
     assert all(one.registers > 0 for _, one in found)
-
-
-# listing the machine code of every variant takes as long as compiling it
-LISTED_IN_EVERY_RUN = ("normalize_fwd_kernel", "policy_loss_fwd_kernel")
 
 
 @resources.of_this_compiler
@@ -84,8 +83,7 @@ def test_arguments_are_specialised_as_on_a_gpu() -> None:
     assert aligned.signature == unaligned.signature
     by_address = {param.name for param in launch.kernel.params if not param.do_not_specialize_on_alignment}
     assert not any(aligned.signature[name].startswith("*") for name in by_address)
-    width = (list(launch.arguments).index("width"),)
-    assert ["tt.divisibility", 16] in aligned.attrs[width]
+    assert ["tt.divisibility", 16] in aligned.attrs[(list(launch.arguments).index("width"),)]
     assert unaligned.attrs == {}
     free = {param.name for param in launch.kernel.params if not param.do_not_specialize}
     assert not any(kind in ("i32", "i64") for name, kind in ones.signature.items() if name in free)
@@ -96,18 +94,13 @@ def test_arguments_are_specialised_as_on_a_gpu() -> None:
     assert pointers and all(["tt.divisibility", 16] in source.attrs[index] for index in pointers)
 
 
-FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
-
-
 @resources.of_this_compiler
 @pytest.mark.parametrize("columns", resources.LOOPS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy: bool) -> None:
     rows = aot.loops_of_rows(columns, entropy)
-    committed = json.loads(resources.FILE.read_text())["loops"]
-    assert [list(row) for row in rows] == [row for row in committed if row[1:3] == [columns, entropy]], (
-        "run python tests/support/resources.py"
-    )
+    theirs = [row for row in json.loads(resources.FILE.read_text())["loops"] if row[1:3] == [columns, entropy]]
+    assert [list(row) for row in rows] == theirs, "run python tests/support/resources.py"
     found = {row.kernel: row for row in rows}
     assert found[FORWARD].instructions <= (10.5 if entropy else 8)
     assert found[BACKWARD].instructions <= (15.1 if columns % 8 else 12.5 if entropy else 10.5)

@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid val
 pytestmark += [pytest.mark.usefixtures("small_chunks")]
 
 LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
+GROWING = [
+    *(Weight(level, upper=1.3, growth="sqrt_lag") for level in ("token", "segment")),  # type: ignore[arg-type]
+    Weight("prefix", upper=1.3, growth="sqrt_position"),
+    Weight(upper=1.3, growth="confidence", confidence_floor=0.1),
+]
+MEASURED = [("token", True), ("token", False), ("sequence", False), ("geometric", True)]
 
 
 def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
@@ -113,9 +119,8 @@ def test_arguments_that_lie_differently_in_memory_are_read_right(layout: str) ->
         batch.train, batch.rollout, batch.mask = (x.t().contiguous().t() for x in batch.arguments)
         batch.options["advantages"] = batch.options["advantages"][:, None].expand(3, 20)
     else:
-        batch.train, batch.rollout, batch.mask = (
-            torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view(3, 20) for x in batch.arguments
-        )
+        odd = [torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view(3, 20) for x in batch.arguments]
+        batch.train, batch.rollout, batch.mask = odd
     found = run(batch, SEGMENTS)
     assert batch.train.is_contiguous() == (layout == "odd addresses")
     assert_same(found.weights, expected.weights)
@@ -151,19 +156,9 @@ def test_statistics_of_both_backends_merge() -> None:
     assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())
 
 
-GROWING = [Weight("token", upper=1.3, growth="sqrt_lag"), Weight("segment", upper=1.3, growth="sqrt_lag")]
-GROWING += [
-    Weight("prefix", upper=1.3, growth="sqrt_position"),
-    Weight(upper=1.3, growth="confidence", confidence_floor=0.1),
-]
-
-
 @pytest.mark.parametrize("weight", GROWING, ids=lambda weight: f"{weight.level} {weight.growth}")
 def test_a_bound_that_grows_is_that_of_pytorch_in_fp64(weight: Weight) -> None:
     assert_agrees(batch_of([9, 0, UNIT_BLOCK + 1], gap=0.3), RolloutCorrection(weight))
-
-
-MEASURED = [("token", True), ("token", False), ("sequence", False), ("geometric", True)]
 
 
 @pytest.mark.parametrize(("level", "per_token"), MEASURED)
@@ -177,7 +172,6 @@ def test_the_sums_of_a_measured_bound_are_those_of_pytorch_in_fp64(level: Any, p
     )
     found, truth = (answer.metrics._fetch()[""] for answer in (found, truth))
     assert truth["upper_units"] > 0
-    assert {n: found[n] for n in (*SUMS, UNITS)} == pytest.approx(
-        {n: truth[n] for n in (*SUMS, UNITS)}, rel=1e-9, abs=1e-12
-    )
+    names = (*SUMS, UNITS)
+    assert {n: found[n] for n in names} == pytest.approx({n: truth[n] for n in names}, rel=1e-9, abs=1e-12)
     assert_agrees(batch, correction, measured_upper=1.3)

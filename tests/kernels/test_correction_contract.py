@@ -34,6 +34,7 @@ from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 pytestmark += [pytest.mark.usefixtures("small_chunks")]
+DOUBLE = torch.float64
 
 
 def in_the_book(correction: RolloutCorrection) -> bool:
@@ -52,9 +53,6 @@ def test_any_correction_follows_its_definition(lengths: list[int], seed: int, co
     batch = case(lengths, seed=seed)
     batch.lags = torch.randint(0, 9, batch.mask.shape, generator=torch.Generator().manual_seed(seed))
     check(batch, correction)
-
-
-DOUBLE = torch.float64
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,14 @@ from speed.launches import count_launches, recorded_launches
 from speed.traffic import counted_traffic
 
 # of rows without a loss, which hold anything
-pytestmark = [
-    pytest.mark.kernel,
-    pytest.mark.usefixtures("no_debug_checks"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered"),
-]
+pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+pytestmark += [pytest.mark.usefixtures("no_debug_checks")]
 
-
-MEASURED = RolloutCorrection(Weight("sequence", upper="measured"))
 COUNTED: dict[str, tuple[RolloutCorrection, dict[str, Any], int]] = {
     **{name: (preset.correction, {}, 3) for name, preset in PRESETS.items() if name != "standardized"},
     "standardized needs the mean k3 of the batch": (PRESETS["standardized"].correction, {}, 5),
     "a given mean k3": (PRESETS["standardized"].correction, {"mean_k3": torch.tensor(0.1, dtype=torch.float64)}, 3),
-    "a measured bound": (MEASURED, {"measured_upper": 2.0}, 3),
+    "a measured bound": (RolloutCorrection(Weight("sequence", upper="measured")), {"measured_upper": 2.0}, 3),
     "log-probs by the version that sampled": (PRESETS["token-tis"].correction, {"sampling_logprobs": True}, 6),
     "turns, and normalised": (SEGMENTS, {}, 5),
     "every level": (EVERY_LEVEL, {}, 5),
@@ -64,10 +59,9 @@ def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
         batch = batch_of([9, 0, 30], sampling=False)
         gates = (Rejection("k3", "sequence", "mean", upper=upper), Rejection("ratio", "token", lower=lower))
         correction = RolloutCorrection(Weight("token", "clip", lower, upper), gates)
+        given = {"correction": correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **batch.options}
         with recorded_launches() as launches:
-            correct(
-                *batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens, backend="triton", **batch.options
-            )
+            correct(*batch.arguments, **given)
         return [
             {p: v for p, v in launch.arguments.items() if isinstance(v, (str, bool, tuple)) and p not in runtime}
             for launch in launches
@@ -95,9 +89,8 @@ def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: str | Non
 
 @pytest.mark.parametrize("tokens", [20_000, pytest.param(131_072, marks=pytest.mark.full)])
 def test_a_sequence_of_many_tokens_and_its_neighbours_are_right(tokens: int) -> None:
-    correction = RolloutCorrection(
-        Weight("geometric", "clip", 0.5, 2.0), (Rejection("k2", "segment", "max", upper=1e-3),), "batch"
-    )
+    gate = Rejection("k2", "segment", "max", upper=1e-3)
+    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), (gate,), "batch")
     assert_agrees(batch_of([3, tokens, 0, 1], gap=0.01), RolloutCorrection(correction.weight))
     assert_agrees(batch_of([3, 5000, 0, 1], gap=0.01, density=0.999), correction)
 

@@ -22,7 +22,6 @@ from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 pytestmark = pytest.mark.interpreter
 
-
 INDICES = (1, 3, 4, 5, 7, 8, 10)
 """Corrections that between them sum, scan and gather whatever crosses ranks; values are test_correction.py's."""
 

@@ -26,6 +26,14 @@ from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_debug_checks")]
 
 EVERY_CALL = pytest.mark.parametrize("name", [name for name in CALLS if name not in COVERED])
+WIDTHS = (1, 127, 128, 1187, 4095, 4096, 4097, 18_992, 32_768, 50_257, 131_072, 151_936, 262_144)
+LENGTHS = {
+    "one long sequence": [200_000],
+    "as many sequences as tokens": [1] * 20_000,
+    "5,000 sequences, half of them empty": [13, 0] * 2500,
+    "lengths around a block": [1023, 1024, 1025, 2047, 2048, 2049, 0, 1],
+    "a million tokens": [1000, 0, 3000, 2000] * 170,
+}
 
 
 @contextmanager
@@ -123,9 +131,6 @@ def rows(count: int, width: int, dtype: torch.dtype = torch.bfloat16, seed: int 
     return Problem(logits, torch.randint(width, (count,), generator=generator), {}, up, up_entropy)
 
 
-WIDTHS = (1, 127, 128, 1187, 4095, 4096, 4097, 18_992, 32_768, 50_257, 131_072, 151_936, 262_144)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_of_any_width(width: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
@@ -170,15 +175,6 @@ def answer(logits: Tensor, targets: Tensor, ups: Tensor, support: Support | None
     options = {"with_entropy": True, "inplace_backward": True, "support": support}
     found = vocab_parallel_logprobs(view, targets, backend="triton", **options)
     return [*(part.detach() for part in found), *torch.autograd.grad(found, view, list(ups))]
-
-
-LENGTHS = {
-    "one long sequence": [200_000],
-    "as many sequences as tokens": [1] * 20_000,
-    "5,000 sequences, half of them empty": [13, 0] * 2500,
-    "lengths around a block": [1023, 1024, 1025, 2047, 2048, 2049, 0, 1],
-    "a million tokens": [1000, 0, 3000, 2000] * 170,
-}
 
 
 @pytest.mark.parametrize(

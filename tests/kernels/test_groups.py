@@ -30,8 +30,7 @@ def shard(rank: int, world: int) -> slice:
 def everything(rank: int, world: int) -> dict[Any, Any]:
     group = dist.group.WORLD
     case = head_case(torch.float32, TOKENS, vocabulary=VOCABULARY)
-    whole = case.hidden @ case.weight.T
-    mine = whole[:, shard(rank, world)].contiguous()
+    mine = (case.hidden @ case.weight.T)[:, shard(rank, world)].contiguous()
     rows = Rows(case.targets, 0.7, torch.arange(TOKENS) % 5 != 2, None, None, shard(rank, world).start, mine.shape[1])
     kernels = backends.computing("triton")
     found: dict[Any, Any] = {}
@@ -57,11 +56,10 @@ def everything(rank: int, world: int) -> dict[Any, Any]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gloo", 2), marks=pytest.mark.interpreter),
-        pytest.param(("nccl", 1), marks=pytest.mark.cuda),
-        pytest.param(("nccl", 2), marks=pytest.mark.cuda),
+        pytest.param(("gloo", 2), marks=pytest.mark.interpreter, id="gloo, two ranks"),
+        pytest.param(("nccl", 1), marks=pytest.mark.cuda, id="nccl, one rank"),
+        pytest.param(("nccl", 2), marks=pytest.mark.cuda, id="nccl, two ranks"),
     ],
-    ids=["gloo, two ranks", "nccl, one rank", "nccl, two ranks"],
 )
 def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     backend, world = request.param

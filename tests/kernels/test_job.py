@@ -10,8 +10,6 @@ from jobs import DENSE, finished_job, letters_task, save_tiny_checkpoint, settin
 pytestmark = pytest.mark.interpreter
 
 STEPS = 2
-# certain enough of its letters for the bounds below to be crossed
-MODEL = DENSE | {"initializer_range": 0.3}
 JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 5, "top_p": 0.98, "amplify": 0.05},
     "correction": {
@@ -37,7 +35,8 @@ def run(folder: Path, name: str, *assignments: str) -> dict[int, dict[str, Any]]
 
 @pytest.mark.parametrize("old", ["recompute", pytest.param("current", marks=pytest.mark.full)])
 def test_replayed_steps_agree_in_loss_gradient_norm_and_every_metric(tmp_path: Path, old: str) -> None:
-    save_tiny_checkpoint(tmp_path / "hf", MODEL)
+    # certain enough of its letters for the bounds above to be crossed
+    save_tiny_checkpoint(tmp_path / "hf", DENSE | {"initializer_range": 0.3})
     assignments = [f"model.hf_path={tmp_path / 'hf'}", f"correction.old={old}"]
     if old == "current":
         assignments.append("correction.normalize=none")

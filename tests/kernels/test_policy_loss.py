@@ -63,9 +63,8 @@ def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple
     size = {k: abs(v) for k, v in answered(same_sign, "torch", dtype=torch.float64, **options).metrics.values().items()}
     total = batch["scale"].sum().item()
     terms = {"kl_ref": options["kl_coef"], "entropy": options["entropy_coef"]}
-    size["loss"] = size["policy_loss"] + sum(
-        total * terms[name] * size[name] for name in terms if name in size and total
-    )
+    counted = [name for name in terms if name in size and total]
+    size["loss"] = size["policy_loss"] + sum(total * terms[name] * size[name] for name in counted)
     without = answered(batch, "torch", dtype=torch.float64, **{**options, "kl_coef": 0.0}).by_current
     return size, without.abs() + (truth.by_current - without).abs()
 
@@ -77,10 +76,8 @@ def assert_as_exact_as_torch(value: Tensor, plain: Tensor, truth: Tensor, size: 
     """
     finite = truth.isfinite() & (truth.abs() < torch.finfo(torch.float32).max)
     torch.testing.assert_close(value[~finite], truth[~finite].to(value.dtype), equal_nan=True, rtol=0, atol=0)
-    error, allowed = (
-        (value.double() - truth).abs(),
-        2 * (plain.double() - truth).abs() + (6e-6 if CARD else 1e-6) * size,
-    )
+    error = (value.double() - truth).abs()
+    allowed = 2 * (plain.double() - truth).abs() + (6e-6 if CARD else 1e-6) * size
     assert (error <= allowed)[finite].all(), (error - allowed)[finite].max()
 
 
@@ -88,28 +85,17 @@ def assert_as_exact_as_torch(value: Tensor, plain: Tensor, truth: Tensor, size: 
 @pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 @settings(max_examples=20)
 @given(
-    n=st.integers(1, 70),
-    seed=st.integers(0, 10_000),
-    spread=st.sampled_from([0.1, 1.0, 40.0]),
+    n=st.integers(1, 70), seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 40.0]),
     planted=st.sampled_from(["nothing", "silent", "loud"]),
-    clips=st.sampled_from([(0.2, 0.28), (0.0, 0.0), (1.0, 9.0)]),
-    dual_clip=st.sampled_from([None, 1.2, 3.0]),
+    clips=st.sampled_from([(0.2, 0.28), (0.0, 0.0), (1.0, 9.0)]), dual_clip=st.sampled_from([None, 1.2, 3.0]),
     parts=st.sampled_from([(), ("reference",), ("entropy",), ("reference", "entropy")]),
-    kl_coef=st.sampled_from([0.0, 0.3]),
-    entropy_coef=st.sampled_from([0.0, 0.1]),
+    kl_coef=st.sampled_from([0.0, 0.3]), entropy_coef=st.sampled_from([0.0, 0.1]),
     upstream=st.integers(-3000, 3000).map(lambda n: n / 997),
-)
+)  # fmt: skip
 def test_loss_gradients_and_metrics_are_those_of_torch(
-    old: str,
-    surrogate: str,
-    n: int,
-    seed: int,
-    spread: float,
-    planted: str,
-    clips: tuple[float, float],
-    upstream: float,
-    **options: Any,
-) -> None:
+    old: str, surrogate: str, n: int, seed: int, spread: float, planted: str, clips: tuple[float, float],
+    upstream: float, **options: Any,
+) -> None:  # fmt: skip
     batch = tokens(n, seed, spread)
     if planted != "nothing":
         plant(batch, seed, loud=planted == "loud")
@@ -133,18 +119,15 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
         if name in ("clip_high", "clip_low", "dual_clip"):
             torch.testing.assert_close(values[name], expected[name], rtol=0, atol=0, equal_nan=True)
         else:
-            assert_as_exact_as_torch(
-                values[name], torch.tensor(value, dtype=torch.float64), expected[name], of_metrics[name]
-            )
+            plain_value = torch.tensor(value, dtype=torch.float64)
+            assert_as_exact_as_torch(values[name], plain_value, expected[name], of_metrics[name])
 
 
 @pytest.mark.parametrize("kl_estimator", ["k1", "k2"])
 def test_a_kl_estimator_changes_the_value_alone(kl_estimator: str) -> None:
-    batch, terms = tokens(70, 3, 1.0), ("reference",)
-    found, usual = (answered(batch, "triton", parts=terms, kl_coef=0.3, kl_estimator=k) for k in (kl_estimator, "k3"))
-    truth = answered(
-        batch, "torch", dtype=torch.float64, parts=terms, kl_coef=0.3, kl_estimator=kl_estimator
-    ).metrics.values()
+    batch, asked = tokens(70, 3, 1.0), {"parts": ("reference",), "kl_coef": 0.3}
+    found, usual = (answered(batch, "triton", kl_estimator=k, **asked) for k in (kl_estimator, "k3"))
+    truth = answered(batch, "torch", dtype=torch.float64, kl_estimator=kl_estimator, **asked).metrics.values()
     assert torch.equal(found.by_current, usual.by_current)
     assert {name: found.metrics.values()[name] for name in truth} == pytest.approx(truth, rel=1e-5)
     assert truth["kl_ref"] != pytest.approx(usual.metrics.values()["kl_ref"], rel=0.01)
@@ -173,8 +156,7 @@ def test_log_ratios_move_the_loss_up_to_their_bound_and_no_further() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_k3_of_near_and_far_policies_keeps_its_relative_accuracy(distance: float, sign: float) -> None:
     batch = tokens(1)
-    d = torch.tensor([sign * distance])
-    one = torch.ones(1)
+    d, one = torch.tensor([sign * distance]), torch.ones(1)
     batch |= dict(current=0 * one, old=0 * one, reference=d, scale=one, advantages=0 * one)
     fused = answered(batch, "triton", kl_coef=1.0)
     exact = d.double()
@@ -249,14 +231,11 @@ def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
         batch = {name: value.view(4, 10) for name, value in batch.items()} | {"advantages": torch.ones(4, 1)}
     current, entropy = batch["current"].requires_grad_(), batch["entropy"].requires_grad_()
     scale, corrected = batch["scale"], corrected_of(batch)
-    options: dict[str, Any] = dict(reference_logprobs=batch["reference"], kl_coef=0.2, entropy=entropy)
+    options = grouped(reference_logprobs=batch["reference"], kl_coef=0.2, entropy=entropy, entropy_coef=0.1)
     results = []
 
     def forward() -> None:
-        result = policy_loss(
-            current, batch["old"], batch["advantages"], corrected, scale=scale, **grouped(entropy_coef=0.1, **options)
-        )
-        results.append(result.loss)
+        results.append(policy_loss(current, batch["old"], batch["advantages"], corrected, scale=scale, **options).loss)
 
     upstream = torch.tensor(2.0)
     counted = count_launches(forward)
@@ -292,10 +271,9 @@ def test_only_current_and_entropy_have_gradients_and_each_alone_if_asked() -> No
 @pytest.mark.interpreter
 def test_without_a_gradient_no_coefficient_is_written() -> None:
     batch = tokens(20, 4)
+    given = batch["current"], batch["old"], batch["advantages"], corrected_of(batch)
     with recorded_launches() as launches:
-        loss, metrics = policy_loss(
-            batch["current"], batch["old"], batch["advantages"], corrected_of(batch), scale=batch["scale"]
-        )
+        loss, metrics = policy_loss(*given, scale=batch["scale"])
     assert not loss.requires_grad and launches[0].arguments["coefficients"] is None
     differentiable = answered(batch, "triton", parts=())
     assert torch.equal(loss, differentiable.loss) and metrics.values() == differentiable.metrics.values()

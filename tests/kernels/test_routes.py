@@ -78,7 +78,5 @@ def test_both_engines_are_read_once() -> None:
     a, b = random_routes((9, 3, 6))
     with counted_traffic() as traffic:
         compare_routes_fwd(a.int(), b.short(), torch.ones(9, dtype=torch.bool))
-    read = {
-        place.argument: size for place, size in traffic.loaded.items() if place.kernel == "compare_routes_fwd_kernel"
-    }
+    read = {at.argument: size for at, size in traffic.loaded.items() if at.kernel == "compare_routes_fwd_kernel"}
     assert read == {"a": 4 * a.numel(), "b": 2 * b.numel(), "mask": 9}

@@ -49,6 +49,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWar
 pytestmark += [pytest.mark.usefixtures("small_rows")]
 
 FAR, WRAPPED = 2**31 - 256, 512
+IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,6 @@ def test_the_merge_of_64_shards_is_that_of_the_same_rows_in_two_calls_bit_by_bit
     )
     for all_rows, *of_parts in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat(of_parts), all_rows)
-
-
-IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
 
 
 @pytest.mark.parametrize("kept", [1, BLOCK // 2 - 1, BLOCK // 2, BLOCK // 2 + 1, 83])

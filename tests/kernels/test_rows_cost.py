@@ -87,10 +87,9 @@ def test_log_probs_entropy_and_gradient_take_32_bytes_a_token_beyond_the_logits(
     leaf = torch.randn(rows, 70).bfloat16().requires_grad_()
     logits = leaf.view_as(leaf)
     targets = torch.zeros(rows, dtype=torch.int64)
+    options: Any = {"with_entropy": True, "inplace_backward": True, "backend": "triton"}
     with NewMemory() as memory:
-        lp, entropy = vocab_parallel_logprobs(
-            logits, targets, with_entropy=True, inplace_backward=True, backend="triton"
-        )
+        lp, entropy = vocab_parallel_logprobs(logits, targets, **options)
         forward = memory.total(logits, targets)
         # upstream gradients are two more numbers per token
         (gradient,) = torch.autograd.grad([lp, entropy], logits, [torch.ones_like(lp), torch.ones_like(entropy)])

@@ -21,11 +21,9 @@ from test_shards import (  # noqa: F401
     params=[pytest.param("gloo", marks=pytest.mark.interpreter), pytest.param("nccl", marks=pytest.mark.cuda)],
 )
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    world = 3
-    if request.param == "nccl":
-        world = min(world, torch.cuda.device_count())
-        if world < 2:
-            pytest.skip("needs two CUDA devices")
+    world = min(3, torch.cuda.device_count()) if request.param == "nccl" else 3
+    if world < 2:
+        pytest.skip("needs two CUDA devices")
     return run_ranks(world, every_case, backend=request.param)
 
 

@@ -28,7 +28,6 @@ from megatron_rc.logprobs.reference.rows import Rows
 from megatron_rc.loss.policy_loss import policy_loss
 from speed import launches
 
-BATCHES = 24
 OWN_GATE = RolloutCorrection(reject=(Rejection("own", "token", upper=0.0),))
 VOCABULARY = 64
 
@@ -90,7 +89,7 @@ def kinds(step: Callable[[int, random.Random], None]) -> dict[str, set[str]]:
     draw, found = random.Random(0), defaultdict(set)
 
     def calls() -> None:
-        for _ in range(BATCHES):
+        for _ in range(24):
             step(draw.choice([1, 16, draw.randrange(2, 400)]), draw)
 
     with unchecked():
@@ -136,8 +135,6 @@ def test_a_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_touch(monkey
     aot.captured(lambda: [call(SMALL, 0).run("triton") for call in CALLS.values()])
     assert set(guards) == set(kernel_names())
     memory = {tensor.untyped_storage().data_ptr() for tensor in touched}
-    strangers = {
-        name for name, given in guards.items() for one in given if one.untyped_storage().data_ptr() not in memory
-    }
+    strangers = {n for n, given in guards.items() for one in given if one.untyped_storage().data_ptr() not in memory}
     assert strangers == set()
     assert not current

@@ -57,9 +57,8 @@ def test_a_dry_run_prints_commands_that_work(capsys: pytest.CaptureFixture[str],
     assert "--dump" in trainer and "--random-seed" not in trainer and "cluster.serve_gpus=4" in trainer
     for words in servers:
         assert words[1:4] == [sys.executable, "-m", "megatron_rc"]
-        started = run_verb(
-            *(tmp_path if w == "checkpoints/Qwen3-4B" else w for w in words[4:]), "--dry-run"
-        ).stdout.split()
+        flags = [tmp_path if word == "checkpoints/Qwen3-4B" else word for word in words[4:]]
+        started = run_verb(*flags, "--dry-run").stdout.split()
         assert started[started.index("--tp-size") + 1] == "2" and started[started.index("--dtype") + 1] == "bfloat16"
         assert started[-4:] == ["--random-seed", "7", "--log-level", "debug"]
 
@@ -68,11 +67,7 @@ def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: py
     lines = printed(capsys, Options(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", fresh=True)).splitlines()
     warm_up, server, doctor, trainer = (shlex.split(line) for line in lines if "-m megatron_rc" in line)
     checkpoint = "runs/sglang-moe/warm/hf"
-    assert (
-        'output="runs/sglang-moe/warm"' in warm_up
-        and "train.steps=0" in warm_up
-        and "rollout.engine=embedded" in warm_up
-    )
+    assert {'output="runs/sglang-moe/warm"', "train.steps=0", "rollout.engine=embedded"} <= {*warm_up}
     assert server[1:5] == [sys.executable, "-m", "megatron_rc", "serve"] and server[5] == checkpoint
     assert doctor[3] == "doctor" and doctor[doctor.index("--hf-path") + 1] == checkpoint
     assert f'model.hf_path="{checkpoint}"' in trainer and "warmup.steps=0" in trainer

@@ -18,8 +18,6 @@ from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.report.curves import headlines, marks
 from megatron_rc.report.run_page import write_report
 
-NAN = math.nan
-
 
 @pytest.mark.parametrize("period", [204, 160])
 def test_a_fixed_period_is_algorithm_1_of_the_paper_at_every_step(period: int) -> None:
@@ -76,14 +74,22 @@ def test_only_the_first_surge_counts() -> None:
     assert decay.detector.surge_step == 62
 
 
-@pytest.mark.parametrize("length", [-1.0, math.inf, -math.inf])
-def test_an_impossible_length_is_refused_and_leaves_no_trace(length: float) -> None:
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        *(((length,), "mean_response_length must be >= 0 and finite, got") for length in (-1.0, math.inf, -math.inf)),
+        *(((10.0, share), r"truncated_share must be in \[0, 1\], got") for share in (-0.1, 1.5, math.inf)),
+    ],
+)
+def test_an_impossible_length_or_share_is_refused_and_leaves_no_trace(measured: Any, message: str) -> None:
     decay = LengthDecayLR(1.0, decay_period=2)
-    decay.step(10.0)
+    decay.step(10.0, 0.5)
     before = decay.state_dict()
-    with pytest.raises(ValueError, match="mean_response_length must be >= 0 and finite, got"):
-        decay.step(length)
+    with pytest.raises(ValueError, match=message):
+        decay.step(*measured)
     assert decay.state_dict() == before
+    decay.step(10.0, 1.0)  # nothing finished: counts as 5 %
+    assert math.isfinite(decay.detector.ratio)
 
 
 @pytest.mark.parametrize("at", [60, 8])
@@ -109,7 +115,7 @@ def test_a_detector_that_is_given_is_copied_without_what_it_has_seen() -> None:
     ("arguments", "message"),
     [
         ({"initial_lr": 0.0}, "initial_lr must be > 0 and finite, got 0.0"),
-        ({"initial_lr": NAN}, "initial_lr must be > 0 and finite, got nan"),
+        ({"initial_lr": math.nan}, "initial_lr must be > 0 and finite, got nan"),
         ({"min_lr_ratio": 1.5}, r"min_lr_ratio must be in \[0, 1\], got 1.5"),
         ({"decay_period": 0}, "decay_period must be a whole number of rollouts >= 1, got 0"),
         ({"decay_period": True}, "decay_period must be a whole number of rollouts >= 1, got True"),

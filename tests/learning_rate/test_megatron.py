@@ -15,6 +15,27 @@ from megatron_rc import LengthDecayLR, MismatchLR
 from megatron_rc.report.log import read_metrics
 
 LR = 1e-6
+STYLES = [
+    {},
+    {"lr_decay_style": "cosine", "lr_warmup_steps": 7, "min_lr": 1e-7, "lr_decay_steps": 60},
+    {"lr_decay_style": "linear", "lr_warmup_steps": 3, "init_lr": 2e-7, "lr_decay_steps": 40},
+    {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 5},
+    {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": "exponential", "lr_decay_steps": 50},
+]
+JOB: dict[str, Any] = {
+    "task": TASK,
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 4},
+    "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
+}
+TWO_UPDATES = (
+    "train.mini_batches_per_rollout=2",
+    "lr_rule={rule: length_decay, decay_period: 3, detector: {warmup: 2}}",
+)
+BY_MISMATCH = (
+    "rollout.amplify=0.2",
+    "correction={preset: token-tis, old: current}",
+    "lr_rule={rule: mismatch, action: halve, target: 1.0, patience: 2, floor: 0.2}",
+)
 
 
 def scheduler(**changes: Any) -> OptimizerParamScheduler:
@@ -30,15 +51,6 @@ def scheduler(**changes: Any) -> OptimizerParamScheduler:
         **{"wd_incr_style": "constant", **changes},
     }
     return OptimizerParamScheduler(torch.optim.AdamW(groups, lr=1.0), **arguments)
-
-
-STYLES = [
-    {},
-    {"lr_decay_style": "cosine", "lr_warmup_steps": 7, "min_lr": 1e-7, "lr_decay_steps": 60},
-    {"lr_decay_style": "linear", "lr_warmup_steps": 3, "init_lr": 2e-7, "lr_decay_steps": 40},
-    {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 5},
-    {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": "exponential", "lr_decay_steps": 50},
-]
 
 
 def rates(one: OptimizerParamScheduler) -> list[float]:
@@ -156,22 +168,6 @@ def test_megatron_s_scheduler_reads_the_rate_of_a_group_through_get_lr() -> None
     # what attach relies on: step() asks get_lr of the instance once a group, and writes what it answers
     assert "self.get_lr(param_group)" in inspect.getsource(OptimizerParamScheduler.step)
     assert list(inspect.signature(OptimizerParamScheduler.get_lr).parameters) == ["self", "param_group"]
-
-
-JOB: dict[str, Any] = {
-    "task": TASK,
-    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 4},
-    "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
-}
-TWO_UPDATES = (
-    "train.mini_batches_per_rollout=2",
-    "lr_rule={rule: length_decay, decay_period: 3, detector: {warmup: 2}}",
-)
-BY_MISMATCH = (
-    "rollout.amplify=0.2",
-    "correction={preset: token-tis, old: current}",
-    "lr_rule={rule: mismatch, action: halve, target: 1.0, patience: 2, floor: 0.2}",
-)
 
 
 @pytest.fixture(scope="module")

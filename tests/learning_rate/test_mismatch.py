@@ -23,6 +23,7 @@ TARGETS = {"ess": 0.5, "k3": 1e-3, "length": 4000.0, "grad_cosine": 0.2}
 BAD = {"ess": 0.125, "k3": 4e-3, "length": 16000.0, "grad_cosine": 0.8}
 """A quality of 1/4 for each target."""
 GOOD = {"ess": 0.6, "k3": 5e-4, "length": 100.0, "grad_cosine": -0.9}
+TIS = RolloutCorrection.preset("token-tis")
 
 
 def rule_on(signal: Any = "ess", **changes: Any) -> MismatchLR:
@@ -118,9 +119,6 @@ def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], m
     for make in (lambda **each: MismatchLR(1.0, **each), MismatchSettings):
         with pytest.raises(ValueError, match=message):
             make(**arguments)
-
-
-TIS = RolloutCorrection.preset("token-tis")
 
 
 @pytest.mark.parametrize(

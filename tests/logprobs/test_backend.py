@@ -21,6 +21,7 @@ from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
 
 ROWS = torch.zeros(3)
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.3.1+git1234", "2.3.1", None, "3.5.0", "3.5.1+gitabc", "4.0.0"])
@@ -36,9 +37,6 @@ def test_auto_takes_torch_where_triton_is_absent_or_old(version: str | None, mon
     assert backend.use_triton("auto", rows=ROWS) is new
     with nullcontext() if new else pytest.raises(ValueError, match=said):
         assert backend.use_triton("triton", rows=ROWS)
-
-
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.mark.parametrize("version", ["2.7.1+cu128", "2.8.0a0+34c6371d24.nv25.08", "2.8.0", "2.13.0+cpu"])

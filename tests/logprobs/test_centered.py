@@ -67,14 +67,10 @@ def truth(problem: Problem, case: Case, logits: Tensor) -> tuple[tuple[Tensor, T
     listed, ids = problem.top.ids >= 0, problem.top.ids.long().clamp(min=0)
     head, log_q = log_p.gather(1, ids), problem.top.rollout_logprobs.double()
     p, q = head.detach().exp() * listed, log_q.exp() * listed
-    upper = float("inf") if case.correction.weight is None else 1.3
-    weighs = case.correction.weight is not None
     alpha = ((1 - q.sum(1)) / (1 - p.sum(1)))[:, None]
-    c = (
-        q * (p / q).nan_to_num().clamp(max=upper) - alpha * (1 / alpha).clamp(max=upper) * p
-        if weighs
-        else q - alpha * p
-    )
+    c = q - alpha * p
+    if case.correction.weight is not None:
+        c = q * (p / q).nan_to_num().clamp(max=1.3) - alpha * (1 / alpha).clamp(max=1.3) * p
     mask = problem.mask
     entropy = -(log_p.exp() * log_p).sum(1)
     drift = ((c - p * c.sum(1, keepdim=True)) * listed).norm(dim=1) * mask
@@ -86,20 +82,17 @@ def solve(problem: Problem, case: Case, group: Any = None) -> tuple[CenteredLogp
     rank = 0 if group is None else dist.get_rank(group)
     weight = problem.weight.split(WIDTHS[case.ranks])[rank].clone()
     options = {"tp_group": group, "temperature": case.temperature, "mask": problem.mask, "vocab_size": case.vocab_size}
+    given = problem.targets, problem.top, case.correction
     with Collectives() as collectives:
         if case.linear:
             hidden = problem.hidden.chunk(case.ranks)[rank] if case.sequence_parallel else problem.hidden
             leaves = [hidden.clone().requires_grad_(), weight.requires_grad_()]
             rows = problem.mask.nonzero()[:, 0] if case.with_rows else None
             head = HeadInputs(**options, sequence_parallel=case.sequence_parallel, rows=rows, chunk=5)
-            found = linear_centered_logprobs(
-                *leaves, problem.targets, problem.top, case.correction, head=head, with_entropy=True
-            )
+            found = linear_centered_logprobs(*leaves, *given, head=head, with_entropy=True)
         else:
             leaves = [(problem.hidden @ weight.T).requires_grad_()]
-            found = centered_logprobs(
-                leaves[0], problem.targets, problem.top, case.correction, with_entropy=True, **options
-            )
+            found = centered_logprobs(leaves[0], *given, with_entropy=True, **options)
     total = (torch.stack([found.logprobs, found.entropy, found.centering.term]) * problem.upstream).sum()
     gradients = torch.autograd.grad(total, leaves)
     return found, list(gradients), collectives.seen
@@ -163,11 +156,9 @@ def test_each_gradient_is_rounded_once_also_in_place() -> None:
     def gradient(logits: Tensor, inplace: bool = False) -> Tensor:
         leaf = logits.clone().requires_grad_()
         # logits that are not a leaf, in two pages
-        pages = (leaf * 1).view(3, 4, -1)
+        pages, targets = (leaf * 1).view(3, 4, -1), problem.targets.view(3, 4)
         top = TopIds(*(part.view(3, 4, K) for part in problem.top))
-        found = centered_logprobs(
-            pages, problem.targets.view(3, 4), top, TRUNCATED, with_entropy=True, inplace_backward=inplace
-        )
+        found = centered_logprobs(pages, targets, top, TRUNCATED, with_entropy=True, inplace_backward=inplace)
         total = torch.stack([found.logprobs, found.entropy, found.centering.term]).view(3, -1)
         return torch.autograd.grad((total * up).sum(), leaf)[0]
 
@@ -181,11 +172,10 @@ def test_a_row_that_does_not_count_has_no_term_and_no_gradient() -> None:
     logits = (problem.hidden @ problem.weight.T).float()
     logits[0, problem.targets[0]] = -torch.inf
     problem.top.rollout_logprobs[2, 1] = torch.nan
-    leaf = logits.requires_grad_()
-    found = centered_logprobs(leaf, problem.targets, problem.top, TRUNCATED, mask=problem.mask)
+    found = centered_logprobs(logits.requires_grad_(), problem.targets, problem.top, TRUNCATED, mask=problem.mask)
     silent = [0, 2, 1, 5, 9]
     assert found.centering.term[silent].eq(0).all() and found.centering.term[[3, 4, 6]].ne(0).all()
-    (by_term,) = torch.autograd.grad(found.centering.term.sum(), leaf)
+    (by_term,) = torch.autograd.grad(found.centering.term.sum(), logits)
     assert by_term[silent].eq(0).all() and by_term.isfinite().all() and by_term[[3, 4, 6]].ne(0).any(1).all()
 
 

@@ -16,6 +16,9 @@ from speed.operations import OperationCount
 
 ZEROS = torch.zeros(5, dtype=torch.int64)
 LEAF = torch.zeros(4, 9, requires_grad=True)
+ROWS, VOCABULARY = 9, 61
+WIDTHS = {1: (64,), 2: (40, 24), 3: (40, 20, 4)}
+"""Shards by the number of ranks; the last 3 columns are padding."""
 
 
 def kept(ids: list[int], offsets: list[int]) -> Support:
@@ -50,10 +53,8 @@ def test_inplace_backward_gives_the_same_gradient_in_the_memory_of_the_logits(wi
     for inplace in (False, True):
         logits = hidden @ weight
         logits.register_hook(lambda gradient: storages.append(gradient.data_ptr()))
-        lp, entropy = vocab_parallel_logprobs(
-            logits, targets, support=support, inplace_backward=inplace, with_entropy=True
-        )
-        gradients += torch.autograd.grad((lp * torch.arange(6)).sum() + entropy.sum(), weight)
+        both = vocab_parallel_logprobs(logits, targets, support=support, inplace_backward=inplace, with_entropy=True)
+        gradients += torch.autograd.grad((both[0] * torch.arange(6)).sum() + both[1].sum(), weight)
         storages[-1] = storages[-1] == logits.data_ptr()
     assert torch.equal(*gradients) and storages == [False, True]
 
@@ -62,14 +63,11 @@ def test_inplace_backward_gives_the_same_gradient_in_the_memory_of_the_logits(wi
 def test_a_tensor_written_to_between_forward_and_backward_raises_there(name: str) -> None:
     logits, targets = random_logits(4, 9)
     support = random_support(targets, 9, torch.Generator().manual_seed(1))
-    temperature, mask = torch.tensor([0.5, 1, 2, 3]), torch.tensor([True, False, True, True])
-    lp, entropy = vocab_parallel_logprobs(
-        logits.requires_grad_(), targets, temperature=temperature, mask=mask, support=support, with_entropy=True
-    )
+    given: Any = {"temperature": torch.tensor([0.5, 1, 2, 3]), "mask": torch.tensor([True, False, True, True])}
+    lp, entropy = vocab_parallel_logprobs(logits.requires_grad_(), targets, support=support, with_entropy=True, **given)
     total = lp.sum() + entropy.sum()
-    tensors = {"logits": logits.detach(), "targets": targets, "temperature": temperature, "mask": mask}
-    tensors |= {"logprobs": lp.detach(), "entropy": entropy.detach(), **support._asdict()}
-    tensors[name].fill_(1)
+    given |= {"logits": logits.detach(), "targets": targets, "logprobs": lp.detach(), "entropy": entropy.detach()}
+    (given | support._asdict())[name].fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
 
@@ -161,21 +159,15 @@ def test_bad_values_are_named_where_debug_checks_are_on(options: dict[str, Any],
             vocab_parallel_logprobs(**arguments)
 
 
-ROWS, VOCABULARY = 9, 61
-WIDTHS = {1: (64,), 2: (40, 24), 3: (40, 20, 4)}
-"""Shards by the number of ranks; the last 3 columns are padding."""
-
-
 def problem(kept: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Logits with padding columns that would win, a masked row of NaN, and a row whose kept ids lie in one shard."""
     generator = torch.Generator().manual_seed(7)
     logits = 5 * torch.randn(ROWS, 64, generator=generator)
     logits[torch.rand(ROWS, 64, generator=generator) < 0.1] = -torch.inf
     logits[:, VOCABULARY:] = 99.0
-    mask = torch.arange(ROWS) % 4 != 1
     logits[1] = torch.nan
     targets = logits[:, :VOCABULARY].argmax(1)
-    options: dict[str, Any] = {"mask": mask, "temperature": 0.7, "vocab_size": VOCABULARY}
+    options: dict[str, Any] = {"mask": torch.arange(ROWS) % 4 != 1, "temperature": 0.7, "vocab_size": VOCABULARY}
     if kept:
         ids = [torch.tensor([int(t), *(i for i in (0, 3, 41, 60) if i != t)]) for t in targets]
         ids[2] = ids[2][:1]
@@ -202,13 +194,19 @@ def described(rank: int, world: int, kept: bool, backend: str) -> tuple[Distribu
     start = sum(WIDTHS[world][:rank])
     shard = logits[:, start : start + WIDTHS[world][rank]].contiguous()
     options |= {"tp_group": None if world == 1 else torch.distributed.group.WORLD, "backend": backend}
-    more = {"with_kept_mass": True, "with_varentropy": True}
     with unchecked():
         logprobs = vocab_parallel_logprobs(shard, targets, **options)
-        return vocab_parallel_distribution(shard, targets, **options, **more), logprobs
+        return vocab_parallel_distribution(
+            shard, targets, with_kept_mass=True, with_varentropy=True, **options
+        ), logprobs
 
 
-def check(world: int, kept: bool, backend: str) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["all-ids", "kept-ids"])
+@pytest.mark.parametrize(
+    ("world", "backend"),
+    [*((n, "torch") for n in WIDTHS), *(pytest.param(n, "triton", marks=pytest.mark.interpreter) for n in (1, 2))],
+)
+def test_every_statistic_equals_that_of_the_whole_vocabulary_in_fp64(world: int, backend: str, kept: bool) -> None:
     answers = run_ranks(world, described, world, kept, backend) if world > 1 else [described(0, 1, kept, backend)]
     truth = expected(*problem(kept))
     for answer, logprobs in answers:
@@ -216,21 +214,6 @@ def check(world: int, kept: bool, backend: str) -> None:
         for name, value, right in zip(Distribution._fields, answer, truth, strict=True):
             if right is None:
                 assert value is None, name
-            else:
-                torch.testing.assert_close(
-                    value.double(), right, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-                )
-            assert value is None or torch.equal(value, answers[0][0]._asdict()[name]), "ranks differ"
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["all-ids", "kept-ids"])
-@pytest.mark.parametrize("world", WIDTHS)
-def test_every_statistic_equals_that_of_the_whole_vocabulary_in_fp64(world: int, kept: bool) -> None:
-    check(world, kept, "torch")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("kept", [False, True], ids=["all-ids", "kept-ids"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_kernels_give_the_same_statistics(world: int, kept: bool) -> None:
-    check(world, kept, "triton")
+                continue
+            torch.testing.assert_close(value.double(), right, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(value, answers[0][0]._asdict()[name]), "ranks differ"

@@ -18,6 +18,7 @@ from megatron_rc.loss.policy_loss import policy_loss
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
 BACKEND = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.kernel)])
+WANTED = {"with_kept_mass": True, "with_varentropy": True}
 
 
 def of_backend(backend: str) -> tuple[Case, float]:
@@ -26,11 +27,8 @@ def of_backend(backend: str) -> tuple[Case, float]:
 
 
 def all_options(case: Case) -> dict[str, Any]:
-    return {
-        "temperature": torch.linspace(0.6, 1.4, len(case.targets), dtype=case.batch["old"].dtype),
-        "mask": case.batch["loss_mask"],
-        "vocab_size": 12,
-    }
+    temperature = torch.linspace(0.6, 1.4, len(case.targets), dtype=case.batch["old"].dtype)
+    return {"temperature": temperature, "mask": case.batch["loss_mask"], "vocab_size": 12}
 
 
 def kept_ids(case: Case) -> dict[str, Any]:
@@ -109,8 +107,7 @@ def test_frozen_tensors_get_no_gradient_and_cost_none(backend: str, fused: bool)
         leaves[frozen].requires_grad_(False)
         found = by_head(case, fused=fused, chunk=4, leaves=leaves, backend=backend)
         assert leaves[frozen].grad is None
-        other = 4 - frozen
-        assert distance(found[other], true[other]) <= tolerance
+        assert distance(found[4 - frozen], true[4 - frozen]) <= tolerance
 
 
 @BACKEND
@@ -164,17 +161,13 @@ def test_without_gradients_main_grad_stays_as_it_is() -> None:
 @pytest.mark.parametrize("surrogate", ["ppo", "cispo", "reinforce"])
 def test_metrics_are_those_of_the_policy_loss(surrogate: Any, grad: bool) -> None:
     case = head_case()
-    (old, advantages, corrected), options = case.of_loss()
+    given, options = case.of_loss()
     options["dual_clip"] = options.get("dual_clip") if surrogate == "ppo" else None
     true = exact(case)
-    expected = policy_loss(
-        true.logprobs, old, advantages, corrected, entropy=true.entropy, **grouped(surrogate=surrogate, **options)
-    )
+    expected = policy_loss(true.logprobs, *given, entropy=true.entropy, **grouped(surrogate=surrogate, **options))
+    of_head = grouped(chunk=4, with_entropy=True, surrogate=surrogate, **options)
     with torch.set_grad_enabled(grad):
-        found = linear_policy_loss(
-            *case.leaves(), case.targets, old, advantages, corrected,
-            **grouped(chunk=4, with_entropy=True, surrogate=surrogate, **options),
-        )  # fmt: skip
+        found = linear_policy_loss(*case.leaves(), case.targets, *given, **of_head)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
     assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=1e-12)
 
@@ -273,9 +266,6 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
         by_head(case, fused=True, upstream=torch.ones(2))
 
 
-WANTED = {"with_kept_mass": True, "with_varentropy": True}
-
-
 @BACKEND
 @pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 @pytest.mark.parametrize("with_rows", [False, True], ids=["", "rows"])
@@ -285,8 +275,9 @@ def test_every_chunk_gives_what_the_logits_give(chunk: int, with_rows: bool, kep
     options: dict[str, Any] = {"temperature": 0.8, "mask": case.batch["loss_mask"], "vocab_size": 13}
     if kept:
         options["support"] = random_support(case.targets, 13, torch.Generator().manual_seed(0))
-    logits = case.hidden @ case.weight.T
-    expected = vocab_parallel_distribution(logits, case.targets, backend="torch", **options, **WANTED)
+    expected = vocab_parallel_distribution(
+        case.hidden @ case.weight.T, case.targets, backend="torch", **options, **WANTED
+    )
     if with_rows:
         options["rows"] = case.batch["loss_mask"].nonzero()[:, 0]
     head = HeadInputs(chunk=chunk, **options)

@@ -20,6 +20,9 @@ from megatron_rc.loss.scale import loss_scale
 
 WIDTHS = (8, 5)
 TOKENS, CHUNK = 12, 5
+LENGTHS, FEATURES, VOCABULARY = (8, 4, 12), 6, 13
+PIECES = {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]]}
+"""Which quarters of a sequence each rank has: those of Megatron, first and last, and the two between."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,6 @@ def test_a_chunk_costs_one_gather_of_four_numbers_per_token(ranks: list[list[Any
         else:
             expected = [*gathers, ("allreduce_", states)]
         assert seen == expected
-
-
-LENGTHS, FEATURES, VOCABULARY = (8, 4, 12), 6, 13
-PIECES = {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]]}
-"""Which quarters of a sequence each rank has: those of Megatron, first and last, and the two between."""
 
 
 def rows_of(world: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ from megatron_rc.logprobs.reference import rows as reference_rows
 TOKENS, VOCABULARY = 64, 4096
 TEMPORARIES = {torch.float32: 80 * 2**10, torch.bfloat16: 144 * 2**10}
 """Bytes of row statistics and products; on a CPU, PyTorch converts one row of logits at a time to fp32."""
-
-
-class Shape(NamedTuple):
-    """One of the two is larger: a chunk of logits, or the gradient that Megatron's DDP wants to see."""
-
-    chunk: int
-    width: int
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -62,27 +55,28 @@ def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], Non
 
 
 @pytest.mark.parametrize("home", ["main_grad", "main_grad, rows", "own"])
-@pytest.mark.parametrize("shape", [Shape(32, 20), Shape(24, 64)], ids=["chunk is larger", "weight is larger"])
+# the larger of the two: a chunk of logits, or the gradient that Megatron's DDP wants to see
+@pytest.mark.parametrize(("rows", "width"), [(32, 20), (24, 64)], ids=["chunk is larger", "weight is larger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("form", ["logprobs", "policy_loss", "policy_loss, upstream"])
 def test_the_peak_is_a_chunk_or_a_gradient_of_the_weight_and_not_both(
-    form: str, dtype: torch.dtype, shape: Shape, home: str, monkeypatch: pytest.MonkeyPatch
+    form: str, dtype: torch.dtype, rows: int, width: int, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_rows, "_CHUNK_ELEMENTS", VOCABULARY)
     monkeypatch.setattr("megatron_rc.logprobs.gradient._BLOCK_ELEMENTS", VOCABULARY)
-    case, size = head_case(dtype, TOKENS, shape.width, VOCABULARY), dtype.itemsize
+    case, size = head_case(dtype, TOKENS, width, VOCABULARY), dtype.itemsize
     leaves = case.leaves() if home == "own" else with_main_grad(case, torch.float32)
     options = {"rows": case.batch["loss_mask"].nonzero()[:, 0]} if home == "main_grad, rows" else {}
-    found = peak_bytes(step(case, leaves, form, chunk=shape.chunk, **options))
+    found = peak_bytes(step(case, leaves, form, chunk=rows, **options))
 
-    weight = VOCABULARY * shape.width
+    weight = VOCABULARY * width
     summed = 4 * weight if home == "own" or form == "policy_loss" else 0
-    chunk = shape.chunk * VOCABULARY * size + summed
+    chunk = rows * VOCABULARY * size + summed
     if home == "own":
         # what autograd gets is the sum, or made of it in the dtype of the weight
         gradient = summed + size * weight if dtype == torch.bfloat16 else 0
     else:
         # nothing is in it, but DDP asserts that it is there
         gradient = size * weight
-    states = (TOKENS + (len(options["rows"]) if options else 0)) * shape.width * size
+    states = (TOKENS + (len(options["rows"]) if options else 0)) * width * size
     assert 0 <= found - max(chunk, gradient) <= states + 64 * TOKENS + TEMPORARIES[dtype]

@@ -233,9 +233,8 @@ def test_the_target_gradient_of_bf16_logits_survives_cancellation() -> None:
 
 def test_upstream_gradients_scale_every_row_also_when_expanded() -> None:
     logits, targets = random_logits(6, BLOCK + 1)
-    gradients = []
-    for up in (torch.arange(1.0, 7.0), torch.tensor(2.5).expand(6), torch.arange(1.0, 13.0)[::2]):
-        gradients.append(assert_exact(Problem(logits, targets, {}, up, -up)).gradient)
+    ups = torch.arange(1.0, 7.0), torch.tensor(2.5).expand(6), torch.arange(1.0, 13.0)[::2]
+    gradients = [assert_exact(Problem(logits, targets, {}, up, -up)).gradient for up in ups]
     assert not torch.allclose(gradients[0], gradients[1]) and not torch.allclose(gradients[0], gradients[2])
 
 

@@ -69,11 +69,8 @@ def test_groups_of_equal_rewards_are_named(samples: list[tuple[float, int]]) -> 
 def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(reward: float, dtype: torch.dtype, size: int) -> None:
     rewards = torch.tensor([reward] * size + [2.0, 3.0], dtype=dtype)
     groups = torch.tensor([0] * size + [1, 1])
-    for advantages in (
-        rloo_advantages(rewards, groups),
-        grpo_advantages(rewards, groups),
-        grpo_advantages(rewards, groups, divide_by_std=False),
-    ):
+    of_grpo = [grpo_advantages(rewards, groups, divide_by_std=divide) for divide in (True, False)]
+    for advantages in (rloo_advantages(rewards, groups), *of_grpo):
         assert advantages[:size].tolist() == [0] * size and advantages[size] < 0 < advantages[size + 1]
 
 

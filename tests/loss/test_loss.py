@@ -22,20 +22,12 @@ INF, NAN = float("inf"), float("nan")
 
 
 def loss_by_hand(
-    batch: dict[str, Tensor],
-    scale: Tensor,
-    old: Tensor,
-    *,
-    surrogate: str,
-    clip_lower: float = 0.2,
-    clip_upper: float = 0.28,
-    dual_clip: float | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    entropy_coef: float = 0.0,
-) -> tuple[float, list[float], dict[str, float]]:
+    batch: dict[str, Tensor], scale: Tensor, old: Tensor, *, surrogate: str, dual_clip: float | None, kl_coef: float,
+    kl_estimator: str, entropy_coef: float,
+) -> tuple[float, list[float], dict[str, float]]:  # fmt: skip
     """(loss, its gradient by current log-prob, metrics), one token after the other."""
     total, gradient, counts = 0.0, [], defaultdict[str, float](float)
+    lowest, highest = 1 - 0.2, 1 + 0.28
     for t in range(len(scale)):
         slope = 0.0
         if batch["loss_mask"][t]:
@@ -44,13 +36,12 @@ def loss_by_hand(
             if batch["mask"][t]:
                 w = batch["weights"][t].item()
                 value, inner = -a * lp, -a
+                limited = min(max(r, lowest), highest)
                 if surrogate == "cispo":
-                    counts["clip_high"] += r > 1 + clip_upper
-                    counts["clip_low"] += r < 1 - clip_lower
-                    limited = min(max(r, 1 - clip_lower), 1 + clip_upper)
+                    counts["clip_high"] += r > highest
+                    counts["clip_low"] += r < lowest
                     value, inner = limited * value, limited * inner
                 if surrogate == "ppo":
-                    limited = min(max(r, 1 - clip_lower), 1 + clip_upper)
                     value, inner = max(-a * r, -a * limited), -a * r
                     clipped = -a * limited > -a * r
                     counts["clip_high"] += clipped and a > 0
@@ -81,12 +72,9 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
 ) -> None:
     batch = random_batch([4, 0, 7, 1], seed)
     scale = torch.rand(12, generator=torch.Generator().manual_seed(seed)).double() * batch["loss_mask"]
-    options: dict[str, Any] = dict(
-        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip,
-        kl_estimator=kl_estimator,
-    )  # fmt: skip
-    if surrogate != "ppo":
-        options["dual_clip"] = None
+    options: dict[str, Any] = {"kl_coef": 0.3 * coefficients, "entropy_coef": 0.1 * coefficients}
+    options |= {"kl_estimator": kl_estimator, "surrogate": surrogate}
+    options["dual_clip"] = dual_clip if surrogate == "ppo" else None
     old = None if old_mode == "current" else batch["old"]
     current = batch["current"].clone().requires_grad_()
     loss, metrics = policy_loss(
@@ -114,9 +102,8 @@ def test_kl_and_entropy_count_rejected_tokens() -> None:
 
 def test_the_loss_does_not_depend_on_the_cut_into_micro_batches() -> None:
     batch = random_batch([4, 7, 1, 6], 5)
-    scale = loss_scale(
-        batch["loss_mask"], batch["mask"], cu_seqlens=batch["cu_seqlens"], aggregation="seq-mean-token-mean"
-    )
+    asked: Any = {"aggregation": "seq-mean-token-mean", "cu_seqlens": batch["cu_seqlens"]}
+    scale = loss_scale(batch["loss_mask"], batch["mask"], **asked)
     loss, gradient, metrics = evaluate(batch, scale)
     per_token = {name: value for name, value in batch.items() if name != "cu_seqlens"}
     for cut in ([18], [4, 7, 1, 6], [11, 7], [5] * 3 + [3]):
@@ -168,10 +155,8 @@ def test_a_kept_token_that_the_trainer_holds_impossible_adds_nothing(surrogate: 
     current = torch.tensor([-1.0, -INF, -1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0, -1.0, -INF], dtype=torch.float64)
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
-    loss, _ = policy_loss(
-        current, old, -one, corrected, scale=one, reference_logprobs=old,
-        options=LossOptions(kl_coef=1.0, surrogate=surrogate),
-    )  # fmt: skip
+    options = LossOptions(kl_coef=1.0, surrogate=surrogate)
+    loss, _ = policy_loss(current, old, -one, corrected, scale=one, reference_logprobs=old, options=options)
     loss.backward()
     assert loss.isfinite() and current.grad is not None
     assert current.grad[1:].tolist() == [0, 0] and current.grad[0] != 0
@@ -186,11 +171,9 @@ def test_a_nan_of_the_trainer_in_a_kept_token_is_not_hidden() -> None:
 def test_far_ratios_are_bounded_before_exp() -> None:
     one = torch.ones(2)
     corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
-    current = torch.tensor([0.0, -500.0], requires_grad=True)
-    loss, _ = policy_loss(
-        current, torch.tensor([-500.0, 0.0]), -one, corrected, scale=one, reference_logprobs=-300 * one,
-        options=LossOptions(kl_coef=1e-9),
-    )  # fmt: skip
+    current, old = torch.tensor([0.0, -500.0], requires_grad=True), torch.tensor([-500.0, 0.0])
+    options = LossOptions(kl_coef=1e-9)
+    loss, _ = policy_loss(current, old, -one, corrected, scale=one, reference_logprobs=-300 * one, options=options)
     loss.backward()
     assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
 
@@ -204,10 +187,8 @@ def test_the_gradient_of_the_kl_term_points_to_the_reference_beyond_the_log_rati
     current = torch.tensor([-750.0], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     corrected = Corrected(0 * one, one < 0, one < 0, MetricSums(), RolloutCorrection(log_ratio_bound=bound))
-    loss, _ = policy_loss(
-        current, current.detach() - log_ratio, one, corrected, scale=one,
-        reference_logprobs=current.detach() + distance, options=LossOptions(kl_coef=1.0),
-    )  # fmt: skip
+    asked: Any = {"reference_logprobs": current.detach() + distance, "options": LossOptions(kl_coef=1.0)}
+    loss, _ = policy_loss(current, current.detach() - log_ratio, one, corrected, scale=one, **asked)
     loss.backward()
     expected = -math.exp(min(log_ratio, bound)) * min(max(distance, -bound), bound)
     assert current.grad is not None and current.grad.item() == pytest.approx(expected, rel=1e-12)
@@ -225,10 +206,8 @@ def test_the_metric_loss_is_the_loss_under_every_aggregation(aggregation: Any, v
     for part in (slice(0, 7), slice(7, 30)):
         ones = one[part]
         micro = Corrected(ones, ones.bool(), corrected.bad_sequences, MetricSums())
-        loss, metrics = policy_loss(
-            ones, ones, -ones, micro, scale=scale[part], reference_logprobs=ones + 1,
-            options=LossOptions(kl_coef=0.5),
-        )  # fmt: skip
+        asked: Any = {"reference_logprobs": ones + 1, "options": LossOptions(kl_coef=0.5)}
+        loss, metrics = policy_loss(ones, ones, -ones, micro, scale=scale[part], **asked)
         total += loss.item()
         pooled.merge(metrics)
     values = pooled.values()

@@ -12,14 +12,8 @@ from megatron_rc import loss as room
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Surrogate, Weight
+from megatron_rc.loss import advantages as baselines
 from megatron_rc.loss import reference
-from megatron_rc.loss.advantages import (
-    ADVANTAGES,
-    equal_reward_groups,
-    expand_to_tokens,
-    grpo_advantages,
-    rloo_advantages,
-)
 from megatron_rc.loss.options import AGGREGATIONS, KL_ESTIMATORS, SURROGATES, LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
 from megatron_rc.loss.scale import loss_scale
@@ -32,7 +26,7 @@ def test_padded_layout_takes_advantages_by_sequence() -> None:
     lengths = [3, 5, 2]
     batch = random_batch(lengths, 2)
     advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    batch["advantages"] = expand_to_tokens(advantages, batch["cu_seqlens"], 10)
+    batch["advantages"] = baselines.expand_to_tokens(advantages, batch["cu_seqlens"], 10)
     packed = evaluate(batch, batch["loss_mask"].double())
     rows = {name: padded(value, lengths) for name, value in batch.items() if name != "cu_seqlens"}
     for given in (advantages, advantages[:, None]):
@@ -50,12 +44,12 @@ def test_the_entropy_metric_is_its_mean_over_the_loss_tokens() -> None:
 
 def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
     batch = random_batch([4, 7], 5)
+    asked: Any = {"aggregation": "seq-mean-token-mean", "cu_seqlens": batch["cu_seqlens"]}
     with OperationCount() as count, Collectives() as collectives:
-        scale = loss_scale(
-            batch["loss_mask"], batch["mask"], aggregation="seq-mean-token-mean", cu_seqlens=batch["cu_seqlens"]
-        )
+        scale = loss_scale(batch["loss_mask"], batch["mask"], **asked)
         rewards, groups = torch.rand(6), torch.arange(6) // 2
-        rloo_advantages(rewards, groups), grpo_advantages(rewards, groups), equal_reward_groups(rewards, groups)
+        for of_groups in (baselines.rloo_advantages, baselines.grpo_advantages, baselines.equal_reward_groups):
+            of_groups(rewards, groups)
         evaluate(batch, scale)
     assert count.operations.total() > 50 and not count.waits and not collectives.seen
 
@@ -114,7 +108,7 @@ def test_every_row_has_a_sentence_and_its_formula() -> None:
     assert reference._SURROGATES.keys() == SURROGATES.keys()
     assert (*get_args(Surrogate),) == (*SURROGATES,)
     assert reference._KL_ESTIMATORS.keys() == KL_ESTIMATORS.keys()
-    rows = [*SURROGATES.values(), *AGGREGATIONS.values(), *ADVANTAGES.values()]
+    rows = [*SURROGATES.values(), *AGGREGATIONS.values(), *baselines.ADVANTAGES.values()]
     assert all(sentence.endswith(".") for sentence in [*(row.sentence for row in rows), *KL_ESTIMATORS.values()])
 
 

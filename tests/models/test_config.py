@@ -97,9 +97,7 @@ def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_vocabulary_is_padded_to_128_ids_for_each_tensor_rank_and_that_of_a_toy_to_the_ranks_only() -> None:
-    padded = {
-        size: [padded_vocab_size({"vocab_size": size}, tp) for tp in (1, 2, 3, 16)] for size in (37, 300, 151_936)
-    }
+    padded = {n: [padded_vocab_size({"vocab_size": n}, tp) for tp in (1, 2, 3, 16)] for n in (37, 300, 151_936)}
     assert padded == {37: [37, 38, 39, 48], 300: [384, 512, 300, 304], 151_936: [151_936, 152_064, 152_064, 153_600]}
 
 
@@ -212,8 +210,7 @@ def rotary_order(name: str, values: np.ndarray) -> np.ndarray:
     """llama.cpp pairs neighbouring rows of a head's queries and keys, transformers rows half a head apart."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return values
-    head = int(SHAPE["head_dim"])
-    return values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(-1, 2, int(SHAPE["head_dim"]) // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
 def write(path: Path, kind: Kind, architecture: str = "llama") -> dict[str, torch.Tensor]:
@@ -294,9 +291,7 @@ def broken(folder: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("truncated", "is not a whole GGUF file"),
-        ("damaged", "is not a whole GGUF file"),
-        ("text", "is not a whole GGUF file"),
+        *((how, "is not a whole GGUF file") for how in ("truncated", "damaged", "text")),
         ("architecture", "is of the architecture 'gemma'; supported are llama, qwen2, qwen3, qwen3moe"),
     ],
 )

@@ -92,7 +92,6 @@ def test_a_step_trains_on_responses_of_the_embedded_engine(smollm2: Path, tmp_pa
 def test_a_real_server_samples_what_megatron_scores(smollm2: Path, tmp_path: Path) -> None:
     with sglang_server(smollm2, "--dtype", "float32") as server:
         sglang = {"engine": "sglang", "sglang": {"urls": [server.url], "weight_sync": "tensor"}}
-        settings = settings_file(tmp_path, job(smollm2, **sglang))
-        records = finished_job(settings, "--set", f"output={tmp_path / 'out'}")
+        records = finished_job(settings_file(tmp_path, job(smollm2, **sglang)), "--set", f"output={tmp_path / 'out'}")
     assert records[-1]["step"] == 1 and 0 <= records[-1]["old/k3"] < 1e-6
     assert records[-1]["old/prob_correlation"] > 0.99999

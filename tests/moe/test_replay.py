@@ -16,6 +16,17 @@ from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 LAYERS = [0, 2, 3]
 """With experts; layer 1 is dense."""
 SHIFT_GATE = RolloutCorrection(Weight(), (Rejection("route_shift", "token", upper=0.4),))
+LAYOUTS: dict[str, dict[str, int]] = {
+    "experts": {"expert": 2}, "stages": {"pipeline": 2}, "rows": {"tensor": 2},
+    "rows and experts": {"tensor": 2, "expert": 2},
+}  # fmt: skip
+LAYOUTS_OF_4: dict[str, dict[str, int]] = {
+    "stages and experts": {"pipeline": 2, "expert": 2}, "stages and rows": {"pipeline": 2, "tensor": 2},
+    "rows and data": {"tensor": 2},
+}  # fmt: skip
+REPLAYS = ("none", "R2", "R3")
+EXACT = ("route_any_diff", "route_tokens_touched", "route_layers_differing", "replay/share", "replay/disagreement")
+"""Quotients of counts."""
 
 
 def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
@@ -205,24 +216,7 @@ def test_a_rejection_on_route_shift_drops_exactly_the_tokens_above_it(found: dic
     result, touched = found["gate"], found["off"]["old/route_tokens_touched"]
     rejected = result.metrics["old/rejected_route_shift_token_token"]
     assert 0 < rejected < touched, "one of three layers is allowed to differ"
-    kept = result.columns["mask"].sum() / result.share.batch.loss_mask.sum()
-    assert kept == pytest.approx(1 - rejected)
-
-
-LAYOUTS: dict[str, dict[str, int]] = {
-    "experts": {"expert": 2},
-    "stages": {"pipeline": 2},
-    "rows": {"tensor": 2},
-    "rows and experts": {"tensor": 2, "expert": 2},
-}
-LAYOUTS_OF_4: dict[str, dict[str, int]] = {
-    "stages and experts": {"pipeline": 2, "expert": 2},
-    "stages and rows": {"pipeline": 2, "tensor": 2},
-    "rows and data": {"tensor": 2},
-}
-REPLAYS = ("none", "R2", "R3")
-EXACT = ("route_any_diff", "route_tokens_touched", "route_layers_differing", "replay/share", "replay/disagreement")
-"""Quotients of counts."""
+    assert result.columns["mask"].sum() / result.share.batch.loss_mask.sum() == pytest.approx(1 - rejected)
 
 
 def _layouts(rank: int, path: str, layouts: dict[str, dict[str, int]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -262,12 +256,11 @@ def assert_same(metrics: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         given, wanted = (torch.tensor(v, dtype=torch.float64) for v in (metrics[name], value))
         # against the replayed sampler the log-ratio is rounding alone
-        close = (1e-12, 0.0) if name.endswith(EXACT) else (1e-4, 2e-6)
+        rtol, atol = (1e-12, 0.0) if name.endswith(EXACT) else (1e-4, 2e-6)
         rounding = name == "horizon" and value > 1e9  # 1 / (2 k3)
         if name not in ("tokens_per_second", "updates") and not rounding:
-            torch.testing.assert_close(
-                given, wanted, rtol=close[0], atol=close[1], equal_nan=True, msg=lambda said, n=name: f"{n}: {said}"
-            )
+            said = lambda m, n=name: f"{n}: {m}"  # noqa: E731
+            torch.testing.assert_close(given, wanted, rtol=rtol, atol=atol, equal_nan=True, msg=said)
 
 
 def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any]) -> None:
@@ -275,9 +268,8 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
 
     samples, batch = found["samples"], batch_of(found["samples"])
     shape = MoeShape(4, (0, 2, 3), 3, MODEL["num_experts"])
-    retracted = [samples[0], dataclasses.replace(samples[1], retractions=2)]
     with pytest.raises(ValueError, match="sample 1 was retracted 2 times"):
-        check_samples(retracted)
+        check_samples([samples[0], dataclasses.replace(samples[1], retractions=2)])
     with pytest.raises(ValueError, match="routes must hold the model's 48 layers, got 4"):
         sampler_table(batch.routes, batch.cu_seqlens, dataclasses.replace(shape, num_layers=48))
     with pytest.raises(ValueError, match="routes must hold 8 experts per layer, got 3"):

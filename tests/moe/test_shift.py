@@ -42,6 +42,7 @@ OTHER_ROUTER = torch.tensor([0.5, 0.1, 0.3, 0.1])
 MARGIN = torch.tensor([[0.5, 2.0], [0.0005, 0.02], [0.5, 5.0], [9.0, 9.0]])
 LOG_RATIO = torch.tensor([0.1, -0.8, 0.3, 5.0])
 NAN = math.nan
+SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
 
 
 def by_hand(other: RouteTable | None = None) -> dict[str, Any]:
@@ -102,9 +103,8 @@ def flat(value: Any) -> list[float]:
 def test_router_kl_and_gates_use_the_other_routers_log_probs_where_they_are_known() -> None:
     found = by_hand(RouteTable(TWO, SAMPLED, logprobs=OTHER_ROUTER.log()[SAMPLED]))
     kl = {ids: two_and_rest(ids) for ids in ((0, 1), (0, 2), (1, 2), (2, 3))}
-    assert found["route_kl_by_layer"] == pytest.approx(
-        [(kl[0, 1] + kl[0, 2] + kl[1, 2]) / 3, (kl[2, 3] + kl[2, 3] + kl[1, 2]) / 3], rel=1e-6
-    )
+    of_layers = [(kl[0, 1] + kl[0, 2] + kl[1, 2]) / 3, (kl[2, 3] + kl[2, 3] + kl[1, 2]) / 3]
+    assert found["route_kl_by_layer"] == pytest.approx(of_layers, rel=1e-6)
     assert found["route_kl"] == pytest.approx(sum(found["route_kl_by_layer"]) / 2)
     # layer 0: 4/7 3/7 against 5/6 1/6; 4/7 3/7 of experts 0, 1 against 5/8 3/8 of 0, 2; 3/5 2/5 against 1/4 3/4
     first = 2 * (5 / 6 - 4 / 7) + (5 / 8 - 4 / 7) + 3 / 7 + 3 / 8 + 2 * (3 / 5 - 1 / 4)
@@ -113,8 +113,7 @@ def test_router_kl_and_gates_use_the_other_routers_log_probs_where_they_are_know
 
 def two_and_rest(ids: tuple[int, int]) -> float:
     p, q = ([r[i].item() for i in ids] for r in (OTHER_ROUTER, ROUTER))
-    cells = zip([*p, 1 - sum(p)], [*q, 1 - sum(q)], strict=True)
-    return sum(a * math.log(a / b) for a, b in cells)
+    return sum(a * math.log(a / b) for a, b in zip([*p, 1 - sum(p)], [*q, 1 - sum(q)], strict=True))
 
 
 def test_router_kl_is_exact_over_all_experts_and_below_it_over_some() -> None:
@@ -146,9 +145,8 @@ def test_layers_are_named_by_their_place_in_the_model() -> None:
 
 def test_corrupt_tokens_count_nowhere_and_impossible_ones_at_the_bound() -> None:
     ratio = torch.tensor([math.nan, -math.inf, math.inf, 1.0])
-    found = expert_shift(
-        RouteTable(TWO, CHOSEN), RouteTable(TWO, SAMPLED), torch.ones(4), log_ratio=ratio, log_ratio_bound=7.0
-    ).sums.values()
+    tables = RouteTable(TWO, CHOSEN), RouteTable(TWO, SAMPLED)
+    found = expert_shift(*tables, torch.ones(4), log_ratio=ratio, log_ratio_bound=7.0).sums.values()
     assert found["route_tokens_touched"] == 1.0 and found["route_layers_differing"] == 1.5
     assert found["abs_log_ratio_shifted"] == 4.0 and math.isnan(found["abs_log_ratio_unshifted"])
 
@@ -207,9 +205,8 @@ def test_buckets_of_margin_and_position_have_the_edges_that_are_documented() -> 
     ids = torch.zeros(len(starts), 1, 1, dtype=torch.int64)
     where = [0, 1, 2, 2, 3, 3, 4, 19, 19, 19]
     for row, bucket in enumerate(where):
-        shift = expert_shift(
-            RouteTable(shape, ids), RouteTable(shape, differing(row)), torch.ones(len(starts)), positions=starts
-        )
+        other = RouteTable(shape, differing(row))
+        shift = expert_shift(RouteTable(shape, ids), other, torch.ones(len(starts)), positions=starts)
         shares = shift.sums.values()["route_tokens_touched_by_position"]
         assert [share for share in shares if share > 0] == [shares[bucket]] == [1 / where.count(bucket)]
 
@@ -241,9 +238,6 @@ def test_shift_and_mismatch_are_pooled_together_under_one_prefix() -> None:
         same(MetricSums().merge(first.prefixed("old/")).merge(second.prefixed("old/")).values(), expected)
 
 
-SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
-
-
 def measured(step: int) -> dict[str, Any]:
     """Every metric of expert shift, of both pairs."""
     generator = torch.Generator().manual_seed(step)
@@ -251,9 +245,8 @@ def measured(step: int) -> dict[str, Any]:
     own, at_other, theirs = torch.randn(3, 40, 3, 12, generator=generator).log_softmax(-1)
     mine = RouteTable(SHAPE, a, own.gather(-1, a), torch.rand(40, 3, generator=generator), at_other.gather(-1, b))
     ratio, positions = torch.randn(40, generator=generator), torch.arange(40)
-    values = expert_shift(
-        mine, RouteTable(SHAPE, b, theirs.gather(-1, b)), torch.ones(40), log_ratio=ratio, positions=positions
-    ).sums.values()
+    other = RouteTable(SHAPE, b, theirs.gather(-1, b))
+    values = expert_shift(mine, other, torch.ones(40), log_ratio=ratio, positions=positions).sums.values()
     return {prefix + name: value for prefix in ("old/", "current_old/") for name, value in values.items()}
 
 

@@ -17,11 +17,14 @@ from megatron_rc.moe.slicing import join_rows, local_rows, take_rows
 from megatron_rc.moe.tables import MoeShape, sampler_table
 
 LAYERS = 16
-DENSE = (0, 5)
-SHAPE = MoeShape(LAYERS, tuple(i for i in range(LAYERS) if i not in DENSE), top_k=3, num_experts=10)
+SHAPE = MoeShape(LAYERS, tuple(i for i in range(LAYERS) if i not in (0, 5)), top_k=3, num_experts=10)
 LENGTHS = ((5, 0, 17, 1), (40,), (3, 3))
 """Lengths of the sequences of three micro-batches."""
 SIZES = (1, 2, 4)
+STAGES = [(1, 1), *itertools.product(SIZES[1:], (1, 2))]
+"""Pipeline stages and chunks of each: megatron-core has no virtual stages without stages."""
+ONE_F_ONE_B = [("forward", 0), ("forward", 1), ("back", 0), ("forward", 2), ("back", 1), ("back", 2)]
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 class Router:
@@ -55,9 +58,7 @@ def chunk_layers(stages: int, virtual: int, stage: int, chunk: int) -> list[int]
     return list(range(first, first + get_num_layers_to_build(config, chunk if virtual > 1 else None, stage)))
 
 
-def reference_rows(
-    lengths: tuple[int, ...], context: tuple[int, int], tensor: tuple[int, int], multiple: int
-) -> Tensor:
+def expected_rows(lengths: tuple[int, ...], context: tuple[int, int], tensor: tuple[int, int], multiple: int) -> Tensor:
     """Rows of one rank by padding, reshaping and cutting, where every sequence divides evenly."""
     (size, rank), parts, start = context, [], 0
     for length in lengths:
@@ -73,10 +74,6 @@ def reference_rows(
 def drawn(seed: int, tokens: int) -> Tensor:
     """[tokens, layers, experts] scores without ties."""
     return torch.rand(tokens, LAYERS, SHAPE.num_experts, generator=torch.Generator().manual_seed(seed))
-
-
-STAGES = [(1, 1), *itertools.product(SIZES[1:], (1, 2))]
-"""Pipeline stages and chunks of each: megatron-core has no virtual stages without stages."""
 
 
 @pytest.mark.parametrize("tensor", SIZES)
@@ -99,7 +96,7 @@ def test_ranks_replay_and_record_their_part_of_the_whole(tensor: int, context: i
             with RoutedSchedule(routers, SHAPE, forward_only=True) as schedule:
                 for micro, chunk in itertools.product(range(len(LENGTHS)), range(virtual)):
                     mine = rows[micro]
-                    assert torch.equal(mine, reference_rows(LENGTHS[micro], (context, c), (tensor, t), multiple))
+                    assert torch.equal(mine, expected_rows(LENGTHS[micro], (context, c), (tensor, t), multiple))
                     with schedule.forward(chunk, target=take_rows(tables[micro][:, moe], mine, SHAPE)):
                         for layer, router in routers[chunk].items():
                             used = router(scores[micro][mine.clamp(min=0), layer])
@@ -149,14 +146,9 @@ def backward_schedule(routers: dict[int, Router], order: list[tuple[str, int]], 
                         router(scores[:, layer])
             else:
                 used += [router(scores[:, layer]) for layer, router in routers.items()]
-                assert all(
-                    torch.equal(u, tables[micro][:, i]) for u, i in zip(used[-len(routers) :], routers, strict=True)
-                )
+                replayed = zip(used[-len(routers) :], routers, strict=True)
+                assert all(torch.equal(ids, tables[micro][:, layer]) for ids, layer in replayed)
     return used
-
-
-ONE_F_ONE_B = [("forward", 0), ("forward", 1), ("back", 0), ("forward", 2), ("back", 1), ("back", 2)]
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 def test_interleaved_recomputation_takes_the_routes_of_its_own_micro_batch() -> None:

@@ -13,9 +13,8 @@ from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_o
 from megatron_rc.report.comparison_page import heading, write_comparison
 from megatron_rc.report.comparison_picture import draw_comparison
 
-COMPARISON = Comparison(
-    title="Rollouts 16 updates old (off-policy lag)", exact="fresh", uncorrected="none", corrected="seq-tis"
-)
+TITLE = "Rollouts 16 updates old (off-policy lag)"
+COMPARISON = Comparison(title=TITLE, exact="fresh", uncorrected="none", corrected="seq-tis")
 STEPS = (0, 10, 20, 30, 40)
 
 
@@ -33,10 +32,9 @@ def three(uncorrected: float, *, seed: int = 1) -> list[ComparedRun]:
 
 
 def records(run: ComparedRun) -> list[dict[str, Any]]:
-    evaluated = zip(run.steps, run.accuracy, strict=True)
     return [
         {"phase": "rl", "step": s, "eval/accuracy": a, "old/k3": 0.1, "grad_norm": 0.25, "old/ess_token": 0.5}
-        for s, a in evaluated
+        for s, a in zip(run.steps, run.accuracy, strict=True)
     ]
 
 
@@ -50,7 +48,7 @@ def test_a_seed_separates_when_both_others_end_20_points_higher(uncorrected: flo
     assert said.startswith(f"{ended}(mean of the last 3 evaluations).")
     assert ("The first is not 20 points below both." in said) != separated
     verdict = f"{100 * uncorrected:.0f} % without correction, 80 % with seq-tis"
-    assert heading(COMPARISON, runs) == f"Rollouts 16 updates old (off-policy lag): {verdict}"
+    assert heading(COMPARISON, runs) == f"{TITLE}: {verdict}"
 
 
 def test_a_seed_without_all_three_runs_is_not_compared(tmp_path: Path) -> None:
@@ -60,9 +58,8 @@ def test_a_seed_without_all_three_runs_is_not_compared(tmp_path: Path) -> None:
 
 def test_what_seeds_did_before_is_counted_and_drawn_from_lowest_to_highest() -> None:
     rows = [*three(0.5, seed=2), *three(0.7, seed=3), *three(0.3, seed=4)[:1]]
-    assert sentences([], rows, COMPARISON) == [
-        "Runs made before: 1 of 2 seeds end 20 points or more lower without correction."
-    ]
+    said = "Runs made before: 1 of 2 seeds end 20 points or more lower without correction."
+    assert sentences([], rows, COMPARISON) == [said]
     band = range_of(rows, "none")
     assert band is not None and band.steps == [*STEPS]
     assert (band.low[-1], band.mean[-1], band.high[-1]) == pytest.approx((0.6, 0.7, 0.8))

@@ -57,13 +57,9 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
 
 
 def log_steps(
-    folder: Path,
-    records: Sequence[dict[str, Any]],
-    *,
-    after: tuple[str, int] | None = None,
-    field: str = "wandb",
+    folder: Path, records: Sequence[dict[str, Any]], *, after: tuple[str, int] | None = None, field: str = "wandb",
     failed: bool = False,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Log ``records`` as a job does, which resumed ``after`` that phase and step; returns what it said."""
     said: list[str] = []
     with MetricsLog(folder) as log:

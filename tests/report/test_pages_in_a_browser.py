@@ -48,12 +48,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     labels = {"uncorrected": "16 updates old, no correction", "seq-tis": "16 updates old, seq-tis"}
     comparison = Comparison(
-        title="Rollouts 16 updates old (off-policy lag)",
-        exact="exact",
-        uncorrected="uncorrected",
-        corrected="seq-tis",
+        title="Rollouts 16 updates old (off-policy lag)", exact="exact", uncorrected="uncorrected", corrected="seq-tis",
         labels={"exact": "exact sampler", **labels},
-    )
+    )  # fmt: skip
     told = {
         "exact": (settings(0, "none"), records((0.4, 0.7, 0.9, 0.92, 0.94), 1e-13)),
         "uncorrected": (settings(16, "none"), records((0.4, 0.5, 0.4, 0.37, 0.34), 0.4)),
@@ -69,13 +66,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         kept[choice, 1] = found
     (folder / "uncorrected/seed-1/dump").mkdir()
     report = write_comparison(comparison, runs, kept, [], folder)
-    sick = html.write(
-        diagnose_dump(str(ROOT / "examples/dumps/sick.parquet")),
-        folder / "a.html",
-        what_if=True,
-        command="megatron-rc analyze",
-    )
-    written = {"report": report, "job": write_report(folder / "uncorrected/seed-1"), "analysis": sick}
+    sick = diagnose_dump(str(ROOT / "examples/dumps/sick.parquet"))
+    analysis = html.write(sick, folder / "a.html", what_if=True, command="megatron-rc analyze")
+    written = {"report": report, "job": write_report(folder / "uncorrected/seed-1"), "analysis": analysis}
     lag = diagnosed(policy_lag(world(3, sequences=48)), source="/data/somebody/dump.parquet")
     return {name: path.read_text() for name, path in written.items()} | {"lag": html.page(lag)}
 
@@ -119,10 +112,8 @@ def test_the_report_shows_what_differs_and_what_to_try_next(pages: dict[str, str
     assert rows == [["rollout.lag", "0", "16", "16"], ["correction", "none", "none", "seq-tis"]]
     assert "+55 points with seq-tis" in report and "<details open" not in report
     assert "megatron-rc analyze uncorrected/seed-1/dump" in report and "megatron-rc presets" in report
-    assert (
-        "16 updates old, so lag is part of this gap" in report
-        and "16 updates old, so lag is part of this gap" in pages["job"]
-    )
+    said = "16 updates old, so lag is part of this gap"
+    assert said in report and said in pages["job"]
     assert "rounding below 1e-7" in report and 'y="18">1e-7' not in report
 
 

@@ -143,10 +143,7 @@ def test_points_of_a_line_are_where_the_axes_say() -> None:
         assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
 
 
-finite = st.floats(-1e9, 1e9, allow_nan=False)
-
-
-@given(finite, st.floats(0, 1e6))
+@given(st.floats(-1e9, 1e9, allow_nan=False), st.floats(0, 1e6))
 def test_an_axis_holds_its_values_between_round_ticks(low: float, width: float) -> None:
     axis = axes.linear_axis(low, low + width)
     slack = 1e-6 * (axis.high - axis.low)

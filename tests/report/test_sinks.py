@@ -33,6 +33,13 @@ CONFIG = {
 # a .wandb file is a log of LevelDB
 BLOCK, FILE_HEADER, RECORD_HEADER = 32768, 7, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+ROOT = Path(__file__).parents[2]
+EXPECTED = [(step, step + 0.5) for step in range(10)]
+ANSWER = {
+    "viewer": {"id": "1", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}},
+    "serverInfo": {"features": []},
+    "upsertView": {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True},
+}
 
 
 def job(service: str, folder: Path, first: int, last: int, end: str) -> None:
@@ -79,9 +86,6 @@ def history(path: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def requires(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -104,9 +108,6 @@ def killed_and_resumed(folder: Path, service: str) -> None:
     """Steps 0 to 5, killed; then steps 4 to 9 after a resume, ended by an error."""
     log_steps(folder, service, 0, 5, "kill")
     log_steps(folder, service, 4, 9, "fail")
-
-
-EXPECTED = [(step, step + 0.5) for step in range(10)]
 
 
 def test_wandb_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
@@ -144,22 +145,12 @@ def test_trackio_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
 
     def trackio(*words: str) -> dict[str, object]:
         command = [sys.executable, "-m", "trackio.cli", *words, "--project", "project", "--json"]
-        done = subprocess.run(
-            command, env=environment(tmp_path), capture_output=True, text=True, timeout=600, check=True
-        )
-        return dict(json.loads(done.stdout))
+        return dict(json.loads(subprocess.check_output(command, env=environment(tmp_path), text=True, timeout=600)))
 
     (run,) = trackio("list", "runs")["runs"]  # type: ignore[misc]
     values = trackio("get", "metric", "--run", run, "--metric", "old/k3")["values"]
     assert [(v["step"], v["value"]) for v in values] == EXPECTED  # type: ignore[union-attr]
     assert run.startswith("job-") and SECRET.encode() not in (tmp_path / "trackio" / "project.db").read_bytes()
-
-
-ANSWER = {
-    "viewer": {"id": "1", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}},
-    "serverInfo": {"features": []},
-    "upsertView": {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True},
-}
 
 
 @contextmanager

@@ -21,6 +21,12 @@ from megatron_rc.settings.quantization import QUANTIZATIONS, Grid
 from megatron_rc.settings.rollout import RolloutSettings
 
 LINEAR = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.experts.3.down_proj")]
+E4M3_LEVELS = sorted(
+    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
+)
+"""Every non-negative number of the format, from its definition: 4 exponent bits, bias 7, 3 mantissa bits, no inf."""
+GRIDS = [grid for row in QUANTIZATIONS.values() for grid in (row.weights, row.inputs) if grid]
+INT8, FP8 = (QUANTIZATIONS[name].weights for name in ("int8", "fp8"))
 
 
 def example_weight(out: int = 24, width: int = 40) -> Tensor:
@@ -37,9 +43,8 @@ def example_stream() -> list[tuple[str, Tensor]]:
 def test_only_linear_matrices_are_quantised() -> None:
     changed = {name for name, tensor in example_stream() if is_quantizable(name, tensor)}
     assert changed == {*LINEAR}
-    for (name, before), (same_name, after) in zip(
-        example_stream(), perturbed(example_stream(), quantize="int8", noise=1), strict=True
-    ):
+    rounded = perturbed(example_stream(), quantize="int8", noise=1)
+    for (name, before), (same_name, after) in zip(example_stream(), rounded, strict=True):
         assert name == same_name
         assert torch.equal(before, after) == (name not in changed), name
 
@@ -67,9 +72,8 @@ def test_noise_depends_on_name_and_version_only() -> None:
 
 
 def test_noise_comes_before_quantisation_and_neither_leaves_the_weights_alone() -> None:
-    for (name, got), (_, weight) in zip(
-        perturbed(example_stream(), quantize="int8", amplify=0.2, noise=4), example_stream(), strict=True
-    ):
+    noisy = perturbed(example_stream(), quantize="int8", amplify=0.2, noise=4)
+    for (name, got), (_, weight) in zip(noisy, example_stream(), strict=True):
         expected = amplified(weight, 0.2, name=name, noise=4)
         if is_quantizable(name, weight):
             expected = quantized(expected, QUANTIZATIONS["int8"].weights)
@@ -150,16 +154,6 @@ def test_lag_must_not_be_negative_and_close_reaches_the_wrapped_engine() -> None
     inner = RecordingEngine()
     StaleEngine(inner, 1).close()
     assert inner.closed
-
-
-E4M3_LEVELS = sorted(
-    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
-)
-"""Every non-negative number of the format, from its definition: 4 exponent bits, bias 7, 3 mantissa bits, no inf."""
-
-
-GRIDS = [grid for row in QUANTIZATIONS.values() for grid in (row.weights, row.inputs) if grid]
-INT8, FP8 = (QUANTIZATIONS[name].weights for name in ("int8", "fp8"))
 
 
 def test_int8_error_is_at_most_half_a_step_of_its_own_channel() -> None:
@@ -269,7 +263,6 @@ def test_products_in_fp32_round_once_as_units_for_16_bits_do_and_follow_the_weig
         true, found = exact(features.double()), layer(features)
         assert found.dtype == dtype
         # half a unit in the last place of the result, and the rounding of fp32 sums
-        allowed = true.abs() * torch.finfo(dtype).eps / 2 + 1e-5
-        assert ((found.double() - true).abs() <= allowed).all()
+        assert ((found.double() - true).abs() <= true.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
         with torch.no_grad():
             layer.weight.copy_(torch.randn(40, 96))

@@ -107,10 +107,9 @@ def test_a_file_changes_the_fields_of_its_base_and_keeps_the_others(tmp_path: Pa
         "lr_rule: {rule: mismatch, floor: 0.2}"
     )
     (tmp_path / "shared/second.yaml").write_text("base: first.yaml\ntrain: {seed: 7}\nlr_rule: null")
-    (tmp_path / "mine.yaml").write_text(
-        "base: shared/second.yaml\ntrain: {steps: 9}\ncorrection: {reject: [{upper: 5.0}]}"
-    )
-    assert schema.load_yaml(tmp_path / "mine.yaml") == {
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: shared/second.yaml\ntrain: {steps: 9}\ncorrection: {reject: [{upper: 5.0}]}")
+    assert schema.load_yaml(mine) == {
         "train": {"lr": 1.0, "steps": 9, "seed": 7},
         "correction": {"reject": [{"upper": 5.0}]},
         "lr_rule": None,

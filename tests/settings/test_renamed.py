@@ -59,8 +59,7 @@ def test_a_section_may_get_a_field_that_says_what_it_was(monkeypatch, tmp_path, 
 
 
 def test_what_a_finished_run_wrote_is_read() -> None:
-    earlier = ROOT / "tests/support/earlier"
-    decay, gate = (job.of_finished(earlier / name) for name in ("decay", "gate"))
+    decay, gate = (job.of_finished(ROOT / "tests/support/earlier" / name) for name in ("decay", "gate"))
     assert decay.rollout.lag == 1 and decay.lr_rule == LengthDecaySettings(decay_period=3)
     assert gate.rollout.engine == "recorded" and isinstance(gate.lr_rule, MismatchSettings)
     assert (gate.lr_rule.action, gate.lr_rule.floor) == ("halve", 0.2)

@@ -32,6 +32,7 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 """Bytes of shared memory that one program may use."""
 ONE_TARGET = "sm_90"
 """Where variants are compiled whose code differs before the target matters."""
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 
 
 class _ReadTable(dict[str, Any]):
@@ -51,14 +52,11 @@ class _ReadTable(dict[str, Any]):
         last = max((at for at, _ in self.reads if at <= index), default=None)
         constants = [launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr]
         numbers = {1, *(value for value in constants if type(value) is int)}
+        # a block may have two dimensions
+        blocks = {a * b for a in numbers for b in numbers}
         for at, name in self.reads:
             entry = self.get(name)
-            # a block may have two dimensions
-            if (
-                at == last
-                and entry.options == launch.options
-                and entry.block in {a * b for a in numbers for b in numbers}
-            ):
+            if at == last and entry.options == launch.options and entry.block in blocks:
                 return name
         return None
 
@@ -157,10 +155,8 @@ class Resources(NamedTuple):
 
 def compiled(source: Source) -> Resources:
     kernel = triton.compile(source.source, target=TARGETS[source.target], options=source.options.__dict__)
-    if "cubin" in kernel.asm:
-        registers, spilled = _cuda_resources(kernel.asm["cubin"])
-    else:
-        registers, spilled = _hip_resources(kernel.asm["amdgcn"])
+    asm = kernel.asm
+    registers, spilled = _cuda_resources(asm["cubin"]) if "cubin" in asm else _hip_resources(asm["amdgcn"])
     return Resources(registers, spilled, kernel.metadata.shared)
 
 
@@ -217,9 +213,6 @@ def resources(name: str, target: str, variants: str = "all") -> list[tuple[Sourc
         # what a variant has to do is spelled out in its constants
         found = [max(found, key=lambda source: len(source.arguments))]
     return [(source, compiled(source)) for source in found]
-
-
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 
 
 class Instruction(NamedTuple):

@@ -48,11 +48,8 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
     if correction.weight is not None:
         weight = correction.weight
         larger |= weight.level != "token"
-        names = {
-            "truncate": ("", "truncated"),
-            "clip": ("clipped_low", "clipped_high"),
-            "mask": ("outside_low", "outside_high"),
-        }[weight.mode]
+        kind = {"clip": "clipped", "mask": "outside"}.get(weight.mode)
+        names = (f"{kind}_low", f"{kind}_high") if kind else ("", "truncated")
         for name, bound in zip(names, (weight.lower, weight.upper), strict=True):
             if bound is not None:
                 dropped[name] = set()
@@ -102,11 +99,9 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
                 masses.append(mass)
             else:
                 total = reduce(gate, [values[t] for t in unit])
-            low, high = (
-                (bound if gate.statistic != "ratio" else math.log(bound)) if bound is not None else None
-                for bound in (gate.lower, gate.upper)
-            )
-            inside = (low is None or total >= low) and (high is None or total <= high)
+            scale = math.log if gate.statistic == "ratio" else float
+            inside = gate.lower is None or total >= scale(gate.lower)
+            inside &= gate.upper is None or total <= scale(gate.upper)
             advantage = batch.advantages[sequence_of[unit[0]]]
             looks = {"always": True, "negative_advantage": advantage < 0, "positive_advantage": advantage > 0}
             if not inside and looks[gate.when]:
@@ -183,13 +178,9 @@ def reduce(gate: Rejection, values: list[float]) -> float:
 
 
 def metrics_by_the_book(
-    logs: dict[int, float],
-    pi: list[float],
-    mu: list[float],
-    sequences: list[list[int]],
-    bad: list[bool],
+    logs: dict[int, float], pi: list[float], mu: list[float], sequences: list[list[int]], bad: list[bool],
     correction: RolloutCorrection,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     ell = {t: clamp(log, correction) for t, log in logs.items()}
     rho = [math.exp(log) for log in ell.values()]
     p, q = [math.exp(pi[t]) for t in logs], [math.exp(mu[t]) for t in logs]

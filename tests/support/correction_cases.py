@@ -87,8 +87,7 @@ def below_zero(train: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight(level: str, mode: str) -> Weight:
-    lower = None if mode == "truncate" else 0.8
-    return Weight(level, mode, lower, 1.3)  # type: ignore[arg-type]
+    return Weight(level, mode, None if mode == "truncate" else 0.8, 1.3)  # type: ignore[arg-type]
 
 
 def correct(*pair: Any, **given: Any) -> Corrected:

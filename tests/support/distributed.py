@@ -22,12 +22,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: str 
     """
     forked.start_server()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank,
-            args=(world_size, folder, dict(os.environ), backend, fn, args),
-            nprocs=world_size,
-            start_method=forked.METHOD,
-        )
+        of_ranks = (world_size, folder, dict(os.environ), backend, fn, args)
+        mp.start_processes(_rank, of_ranks, world_size, start_method=forked.METHOD)
         place = "cuda" if backend == "nccl" else "cpu"
         return [torch.load(f"{folder}/result{r}", place, weights_only=False) for r in range(world_size)]
 
@@ -66,13 +62,7 @@ def interpreter_of_this_run() -> AbstractContextManager[None]:
 
 
 def _rank(
-    rank: int,
-    world_size: int,
-    folder: str,
-    environment: dict[str, str],
-    backend: str,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    rank: int, world_size: int, folder: str, environment: dict[str, str], backend: str, fn: Any, args: tuple[Any, ...]
 ) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))

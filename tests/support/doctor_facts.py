@@ -48,8 +48,7 @@ class Defect:
 def server(kind: str) -> ServerFacts:
     """A recorded server: good_moe has every flag a job needs; bad_dense was started with many that harm it."""
     fields = copy.deepcopy(RECORDED[kind])
-    returns_routes = fields["server_info"]["enable_return_routed_experts"]
-    routes = RouteShape.of(fields["model_config"]) if returns_routes else None
+    routes = RouteShape.of(fields["model_config"]) if fields["server_info"]["enable_return_routed_experts"] else None
     probes = {}
     for name, body in fields.pop("probes").items():
         request = probe_request(name, routes)
@@ -62,13 +61,8 @@ def trainer(config: Mapping[str, Any], rollout: Mapping[str, Any] | None = None,
     """A trainer of the model ``config`` that samples from servers and captures routes."""
     sglang = {"capture_routes": True, **(rollout or {}).get("sglang", {})}
     settings = {"rollout": {"engine": "sglang", "prompts_per_step": 4, **(rollout or {}), "sglang": sglang}}
-    return TrainerFacts(
-        job=schema.from_dict(JobSettings, settings | other),
-        hf_config=config,
-        task_vocab_size=37,
-        stop_token_ids=(1,),
-        longest_prompt=12,
-    )
+    job = schema.from_dict(JobSettings, settings | other)
+    return TrainerFacts(job=job, hf_config=config, task_vocab_size=37, stop_token_ids=(1,), longest_prompt=12)
 
 
 def good() -> Facts:
@@ -123,8 +117,7 @@ def answer(name: str, output_ids: list[int] | None = None, **meta: Any) -> Chang
 
 
 def refused_probe(name: str) -> Change:
-    refused = {"body": None, "refusal": "it answered 400: top_k is too large"}
-    return lambda facts: with_probe(facts, name, **refused)
+    return lambda facts: with_probe(facts, name, body=None, refusal="it answered 400: top_k is too large")
 
 
 def with_probe(facts: Facts, name: str, **fields: Any) -> Facts:

@@ -120,8 +120,7 @@ class Batch:
     """Sequences of a world, packed as TokenBatch packs them: the last row of each predicts nothing."""
 
     def __init__(self, world: World, which: list[int]) -> None:
-        context, target, mask, self.which = [], [], [], torch.tensor(which)
-        lengths = []
+        context, target, mask, lengths = [], [], [], []
         for i in which:
             rows = [(c, token, True) for c, token in world.steps(world.sequences[i])]
             if world.turn is not None:
@@ -130,12 +129,11 @@ class Batch:
             lengths.append(len(rows))
             for values, value in zip((context, target, mask), zip(*rows, strict=True), strict=True):
                 values += value
-        self.world = world
+        self.world, self.which = world, torch.tensor(which)
         self.context, self.target, self.loss_mask = torch.tensor(context), torch.tensor(target), torch.tensor(mask)
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        self.train, self.rollout = (
-            torch.where(self.loss_mask, table[self.context, self.target], 0) for table in (world.log_pi, world.mu.log())
-        )
+        sides = (table[self.context, self.target] for table in (world.log_pi, world.mu.log()))
+        self.train, self.rollout = (torch.where(self.loss_mask, side, 0) for side in sides)
         self.arguments = self.train, self.rollout, self.loss_mask
 
     @classmethod
@@ -152,17 +150,12 @@ class Batch:
             current.detach(), self.rollout, self.loss_mask, correction=correction, cu_seqlens=self.cu_seqlens,
             advantages=per_sequence,
         )  # fmt: skip
-        scale = options.pop("scale", None)
-        if scale is None:
-            scale = loss_scale(
-                self.loss_mask, corrected.mask, aggregation="seq-mean-token-sum", cu_seqlens=self.cu_seqlens
-            )
-        options = {"surrogate": "reinforce", **options}
-        loss, metrics = policy_loss(
-            current, options.pop("old", current.detach()),
-            expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target)), corrected, scale=scale,
-            **grouped(**options),
-        )  # fmt: skip
+        of_mean: Any = {"aggregation": "seq-mean-token-sum", "cu_seqlens": self.cu_seqlens}
+        scale = options.pop("scale", loss_scale(self.loss_mask, corrected.mask, **of_mean))
+        old = options.pop("old", current.detach())
+        advantages = expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target))
+        given = grouped(**{"surrogate": "reinforce", **options})
+        loss, metrics = policy_loss(current, old, advantages, corrected, scale=scale, **given)
         (slopes,) = torch.autograd.grad(loss, current, retain_graph=True)
         loss.backward()
         return Result(loss.item(), -theta.grad, -slopes / scale, corrected.metrics, metrics)
@@ -171,12 +164,8 @@ class Batch:
         """The estimate that each sequence alone gives, [sequences, contexts, tokens]."""
         parts = result.slopes.split(self.cu_seqlens.diff().tolist())
         kept = self.loss_mask.split(self.cu_seqlens.diff().tolist())
-        return torch.stack(
-            [
-                self.world.score(self.world.sequences[i], part[mask].tolist())
-                for i, part, mask in zip(self.which.tolist(), parts, kept, strict=True)
-            ]
-        )
+        rows = zip(self.which.tolist(), parts, kept, strict=True)
+        return torch.stack([self.world.score(self.world.sequences[i], part[mask].tolist()) for i, part, mask in rows])
 
 
 @dataclass

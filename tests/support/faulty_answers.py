@@ -44,16 +44,11 @@ def answer_to(body: dict[str, Any], count: int, version: str, *, aborted: bool) 
     elif stops:
         finish = {"type": "stop", "matched": output[-1]}
     meta: dict[str, Any] = {
-        "id": body.get("rid", ""),
-        "finish_reason": finish,
-        "prompt_tokens": len(ids),
-        "completion_tokens": len(output),
-        "weight_version": version,
-        "weight_versions": [{"version": version, "start": 0, "end": len(output)}],
-        "num_retractions": 0,
+        "id": body.get("rid", ""), "finish_reason": finish, "num_retractions": 0,
+        "prompt_tokens": len(ids), "completion_tokens": len(output), "output_token_logprobs_length": len(output),
+        "weight_version": version, "weight_versions": [{"version": version, "start": 0, "end": len(output)}],
         "output_token_logprobs": [[logprob_of(token), token, None] for token in output],
-        "output_token_logprobs_length": len(output),
-    }
+    }  # fmt: skip
     if body.get("return_sampling_mask"):
         meta["output_token_sampling_mask"] = [kept_ids(token) for token in output]
         meta["output_token_sampling_logprobs"] = [logprob_of(token) / 2 for token in output]

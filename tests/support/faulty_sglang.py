@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,14 +43,9 @@ class FaultySglang(WeightEndpoints):
     """One server in a thread of its own; a block of ``with`` starts and stops it."""
 
     def __init__(
-        self,
-        *faults: Fault,
-        info: dict[str, Any] | None = None,
-        token_seconds: float = 0.0,
-        workers: Sequence[str] | None = None,
-        port: int = 0,
-        process: bool = False,
-    ) -> None:
+        self, *faults: Fault, info: dict[str, Any] | None = None, token_seconds: float = 0.0,
+        workers: Sequence[str] | None = None, port: int = 0, process: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.faults = list(faults)
         self.info = INFO | (info or {})
@@ -119,11 +114,8 @@ class FaultySglang(WeightEndpoints):
         """Refuse connections from now on, and drop those there are."""
         self._call(self._die())
 
-    def _call(self, coroutine: Awaitable[None]) -> None:
-        async def run() -> None:
-            await coroutine
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     async def _die(self) -> None:
         if self._process:
@@ -217,8 +209,7 @@ class FaultySglang(WeightEndpoints):
             del self.running[rid]
         if what == "abort":
             done = budget // 2
-        is_cut = what in ("abort", "slow") or aborted.is_set()
-        answer = answer_to(body, min(done, budget), self.version, aborted=is_cut)
+        answer = answer_to(body, min(done, budget), self.version, aborted=what in ("abort", "slow") or aborted.is_set())
         if rid == "":
             values = [None, *self.prompt_logprobs(body["input_ids"])]
             entries = zip(values, body["input_ids"], strict=True)

@@ -15,6 +15,7 @@ from megatron_rc.analyze.readers import open_dump
 HOST_DUMPS = Path(__file__).parent / "data" / "host_dumps"
 HOSTS = ("nemo_rl", "slime", "miles", "miles_tp", "prime_rl", "prime_rl_traces", "verl")
 TRUTH: list[dict[str, Any]] = json.loads((HOST_DUMPS / "truth.json").read_text())
+OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
 
 
 def record(response: dict[str, Any]) -> dict[str, Any]:
@@ -53,9 +54,6 @@ def write_json_lines(path: Path, text: bytes = JSON_LINES) -> Path:
         text = pa.Codec("zstd").compress(text, asbytes=True)
     path.write_bytes(text)
     return path
-
-
-OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
 
 
 def dump_at(name: str, folder: Path) -> Path:

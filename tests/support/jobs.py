@@ -37,6 +37,14 @@ LIMIT = 800.0
 """Seconds after which command lines are killed."""
 GRACE = 60.0
 """Seconds that the other ranks of a job have to end once one has failed."""
+TASK: dict[str, Any] = {"options": {"levels": {"2x1": 1.0}, "held_out": 3}}
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {"dense": DENSE, "moe": MOE}
 
 
 def environment() -> dict[str, str]:
@@ -63,9 +71,8 @@ class Job(AbstractContextManager["Job"]):
         self._processes = []
         for rank in range(processes):
             ranked = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else shared
-            process = multiprocessing.get_context(forked.METHOD).Process(
-                target=_run, args=(list(arguments), ranked, folder, f"{self._written.name}/{rank}", freeze_before)
-            )
+            given = (list(arguments), ranked, folder, f"{self._written.name}/{rank}", freeze_before)
+            process = multiprocessing.get_context(forked.METHOD).Process(target=_run, args=given)
             process.start()
             self._processes.append(process)
 
@@ -181,14 +188,6 @@ def _become(environment: dict[str, str], folder: Path) -> None:
     vars(forkserver._forkserver)["ensure_running"] = lambda: None  # type: ignore[attr-defined]
 
 
-DENSE: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
 def settings_file(folder: Path, data: dict[str, Any]) -> Path:
     path = folder / "settings.yaml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,14 +290,9 @@ def tiny_job(folder: Path, job: dict[str, Any]) -> Path:
     return settings_file(folder, {**job, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
 
 
-TASK: dict[str, Any] = {"options": {"levels": {"2x1": 1.0}, "held_out": 3}}
-MODELS = {"dense": DENSE, "moe": MOE}
-
-
 def warm_model(kind: str, factory: pytest.TempPathFactory) -> Path:
     """The session's checkpoint of that kind, for jobs that need no warm-up: whoever comes first trains it."""
-    worker = "PYTEST_XDIST_WORKER" in os.environ
-    folder = factory.getbasetemp().parent if worker else factory.getbasetemp()
+    folder = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
     output = folder / f"warm-{kind}"
     with open(folder / f"warm-{kind}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -70,16 +70,9 @@ class Batch:
 
 
 def batch_of(
-    lengths: list[int],
-    seed: int = 0,
-    *,
-    gap: float = 0.4,
-    density: float = 0.7,
-    corrupt: float = 0.0,
-    ids: str | None = None,
-    per_token: bool = False,
-    sampling: bool = True,
-) -> Batch:
+    lengths: list[int], seed: int = 0, *, gap: float = 0.4, density: float = 0.7, corrupt: float = 0.0,
+    ids: str | None = None, per_token: bool = False, sampling: bool = True,
+) -> Batch:  # fmt: skip
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
 
     Args:
@@ -161,17 +154,13 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         if varied.get("upper_by_lag") and sides.get("upper") is None:
             varied = {}
         weight = Weight(level, mode, **(sides | varied))
-    names = draw(st.lists(st.sampled_from([*BOUNDS]), max_size=4))
     gates = tuple(
         Rejection(
-            name,
-            one_of(*LEVELS),
-            one_of("sum", "mean", "max", "min"),
-            when=one_of("always", "negative_advantage", "positive_advantage"),
-            **bounds(name),
+            name, one_of(*LEVELS), one_of("sum", "mean", "max", "min"),
+            when=one_of("always", "negative_advantage", "positive_advantage"), **bounds(name),
         )
-        for name in names
-    )
+        for name in draw(st.lists(st.sampled_from([*BOUNDS]), max_size=4))
+    )  # fmt: skip
     return RolloutCorrection(weight, gates, one_of("none", "batch"), log_ratio_bound=one_of(20.0, 3.3))
 
 
@@ -179,13 +168,10 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
 def batches(draw: st.DrawFn) -> Batch:
     batch = batch_of(
         draw(st.lists(st.integers(0, 3) | st.sampled_from([15, 16, 17, 40, 70]), min_size=1, max_size=4)),
-        draw(st.integers(0, 999)),
-        gap=draw(st.sampled_from([0.02, 0.4, 0.4, 12.0])),
-        density=draw(st.sampled_from([0.0, 0.7, 0.7, 1.0])),
-        corrupt=draw(st.sampled_from([0.0, 0.0, 0.05])),
-        ids=draw(st.sampled_from([None, "batch", "sequence"])),
-        per_token=draw(st.booleans()),
-    )
+        draw(st.integers(0, 999)), gap=draw(st.sampled_from([0.02, 0.4, 0.4, 12.0])),
+        density=draw(st.sampled_from([0.0, 0.7, 0.7, 1.0])), corrupt=draw(st.sampled_from([0.0, 0.0, 0.05])),
+        ids=draw(st.sampled_from([None, "batch", "sequence"])), per_token=draw(st.booleans()),
+    )  # fmt: skip
     if draw(st.booleans()):
         return batch
     return padded(batch_of([draw(st.sampled_from([1, 16, 19]))] * 3, draw(st.integers(0, 999)), corrupt=0.03), 3)

@@ -12,16 +12,9 @@ from megatron_rc import LengthDecayLR, SurgeDetector
 
 
 def length_curves(
-    runs: int,
-    steps: int = 400,
-    *,
-    peak: float = 3500.0,
-    at: float = 110.0,
-    width: float = 4.0,
-    drift: float = 0.0,
-    cv: float = 0.15,
-    seed: int = 0,
-) -> list[list[float]]:
+    runs: int, steps: int = 400, *, peak: float = 3500.0, at: float = 110.0, width: float = 4.0, drift: float = 0.0,
+    cv: float = 0.15, seed: int = 0,
+) -> list[list[float]]:  # fmt: skip
     """``runs`` curves of ``steps`` rollouts, 1-based: a logistic surge times a linear drift times log-normal noise.
 
     L_t = (1000 + (peak - 1000) / (1 + exp(-(t - at) / width))) (1 + drift t / 100) exp(s z_t - s^2 / 2),

@@ -23,14 +23,9 @@ def unchecked() -> Iterator[None]:
 
 
 def truth(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    vocab_size: int | None = None,
-    support: Support | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None,
+    vocab_size: int | None = None, support: Support | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(fp64 leaf, log-probs, entropy), by log_softmax over the legal ids of every row and autograd."""
     leaf = logits.detach().double().requires_grad_()
     rows, width = logits.shape

@@ -13,6 +13,8 @@ from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
 
+PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
+
 
 def grouped(**flat: Any) -> dict[str, Any]:
     """``options`` and ``head`` of the fields of `LossOptions` and `HeadInputs`; other arguments stay as they are."""
@@ -35,16 +37,11 @@ def random_batch(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     current = -normal(1.0).abs()
     mask = loss_mask & (torch.rand(n, generator=generator) < 0.8)
     return {
-        "loss_mask": loss_mask,
-        "mask": mask,
+        "loss_mask": loss_mask, "mask": mask, "current": current,
         "weights": mask * (0.2 + torch.rand(n, generator=generator, dtype=torch.float64)),
-        "current": current,
-        "old": current + normal(0.4),
-        "reference": current + normal(0.5),
-        "entropy": normal(1.0).abs(),
-        "advantages": normal(1.0),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-    }
+        "old": current + normal(0.4), "reference": current + normal(0.5), "entropy": normal(1.0).abs(),
+        "advantages": normal(1.0), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+    }  # fmt: skip
 
 
 def padded(values: Tensor, lengths: list[int]) -> Tensor:
@@ -52,10 +49,8 @@ def padded(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def corrected_of(batch: dict[str, Tensor], correction: RolloutCorrection | None = None) -> Corrected:
-    return Corrected(
-        batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums(),
-        correction or RolloutCorrection(),
-    )  # fmt: skip
+    chosen = correction or RolloutCorrection()
+    return Corrected(batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums(), chosen)
 
 
 def with_every_term(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> PolicyLoss:
@@ -73,9 +68,6 @@ def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[T
     loss, metrics = with_every_term(batch | {"current": current}, scale, **options)
     loss.backward()
     return loss.detach(), current.grad, metrics
-
-
-PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
 
 
 def tokens(n: int, seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
@@ -99,15 +91,9 @@ class Result(NamedTuple):
 
 
 def answered(
-    batch: dict[str, Tensor],
-    backend: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    old: Any = "recompute",
-    upstream: float = 1.0,
-    parts: tuple[str, ...] = ("reference", "entropy"),
-    **options: Any,
-) -> Result:
+    batch: dict[str, Tensor], backend: str, *, dtype: torch.dtype = torch.float32, old: Any = "recompute",
+    upstream: float = 1.0, parts: tuple[str, ...] = ("reference", "entropy"), **options: Any,
+) -> Result:  # fmt: skip
     given = {n: v.detach().to(dtype, copy=True) if v.is_floating_point() else v for n, v in batch.items()}
     current = given["current"].requires_grad_()
     entropy = given["entropy"].requires_grad_() if "entropy" in parts else None

@@ -41,9 +41,8 @@ def rollouts():
 
 
 def policy_gradient(targets, gap, mask, output):
-    logprobs = vocab_parallel_logprobs(
-        output.float(), targets, tp_group=parallel_state.get_tensor_model_parallel_group()
-    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    logprobs = vocab_parallel_logprobs(output.float(), targets, tp_group=group)
     old = logprobs.detach()
     corrected = correct_micro_batch(old, old + gap, mask)
     loss = -(logprobs * corrected.weights * corrected.mask).sum()

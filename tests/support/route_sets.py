@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_rc.moe.reference import RouteComparison
 
+DTYPES = (torch.int16, torch.int32, torch.int64)
+
 
 def random_routes(shape: tuple[int, int, int], seed: int = 0, *, negatives: float = 0.0) -> tuple[Tensor, Tensor]:
     """Two [N, L, K] int64 that agree in about half of the rows, as sets, in any order."""
@@ -22,9 +24,6 @@ def random_routes(shape: tuple[int, int, int], seed: int = 0, *, negatives: floa
     b = torch.where(torch.rand(tokens, layers, 1, generator=generator) < 0.5, a.gather(-1, drawn(k)), other)
     hidden = torch.rand(2, *shape, generator=generator) < negatives
     return torch.where(hidden[0], -1, a), torch.where(hidden[1], -7, b)
-
-
-DTYPES = (torch.int16, torch.int32, torch.int64)
 
 
 @st.composite
@@ -60,12 +59,9 @@ def compare_sets(a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteCompa
                 overlap[layer] += len(left & right)
                 differing_tokens[layer] += left != right
     return RouteComparison(
-        torch.tensor(overlap),
-        torch.tensor(differing_tokens),
-        torch.tensor(first, dtype=torch.int32),
-        torch.tensor(differing, dtype=torch.int32),
-        torch.tensor(sum(counted)),
-    )
+        torch.tensor(overlap), torch.tensor(differing_tokens), torch.tensor(first, dtype=torch.int32),
+        torch.tensor(differing, dtype=torch.int32), torch.tensor(sum(counted)),
+    )  # fmt: skip
 
 
 def assert_same(found: tuple[Tensor, ...], expected: RouteComparison) -> None:

@@ -70,8 +70,7 @@ class Problem:
         for width in self.widths:
             valid = min(max(vocabulary - start, 0), width)
             temperature, mask = self.options.get("temperature", 1.0), self.options.get("mask")
-            rows = Rows(self.targets, temperature, mask, *support, start, valid)
-            yield self.logits[..., start : start + width], rows
+            yield self.logits[..., start : start + width], Rows(self.targets, temperature, mask, *support, start, valid)
             start += width
 
 

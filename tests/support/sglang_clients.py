@@ -21,6 +21,9 @@ MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_experts": EXPERTS,
     "num_experts_per_tok": TOP_K, "max_position_embeddings": 256, "torch_dtype": "float32",
 }  # fmt: skip
+CONFIG = {"model_type": "qwen3", "vocab_size": 37, "max_position_embeddings": 64}
+PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
+"""The transports that reach servers in threads of one process."""
 
 
 @contextmanager
@@ -34,11 +37,6 @@ def sglang_engine(*urls: str, model: dict[str, Any] = MODEL, **changes: Any) -> 
         yield engine
     finally:
         engine.close()
-
-
-CONFIG = {"model_type": "qwen3", "vocab_size": 37, "max_position_embeddings": 64}
-PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
-"""The transports that reach servers in threads of one process."""
 
 
 class Job:

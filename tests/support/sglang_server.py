@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     kind: tiny_models.KINDS[kind] | {"max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0}
     for kind in ("dense", "moe")
 }
+CLOSE = 2e-5
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,8 @@ def _start(
 ) -> SglangServer:
     assert (ROOT / ".venv-sglang/installed").exists(), "run `bash launch/sglang_cpu/install.sh` before these tests"
     command = ["bash", str(SERVE), str(model), "--background", "--port", "0", "--log", str(log), "--timeout", "600"]
-    done = subprocess.run(
-        [*command, "--stop-with", str(owner), *flags], env={**os.environ, **(env or {})}, capture_output=True, text=True
-    )
+    command += ["--stop-with", str(owner), *flags]
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"serving at (\S+), process (\d+),", done.stdout)
     assert found, done.stdout
@@ -181,9 +181,6 @@ def _start(
 def _stop(log: Path) -> None:
     done = subprocess.run(["bash", str(SERVE), "stop", "--log", str(log)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-CLOSE = 2e-5
 
 
 class Truth:

@@ -63,14 +63,11 @@ def chunk_of(w: World, ids: np.ndarray, log_pi: np.ndarray, log_mu: np.ndarray, 
     probs = np.exp(log_pi)
     entropy = -(probs * np.where(probs > 0, log_pi, 0)).sum(axis=1)
     sequences = int(w.sequence[-1]) + 1
-    named: dict[str, Any] = {"step": np.zeros(sequences, dtype=np.int64)}
     return Chunk(
-        log_pi[rows, ids],
-        log_mu if log_mu.ndim == 1 else log_mu[rows, ids],
-        np.arange(sequences + 1) * LENGTH,
+        log_pi[rows, ids], log_mu if log_mu.ndim == 1 else log_mu[rows, ids], np.arange(sequences + 1) * LENGTH,
         {"entropy": entropy, "token_id": ids, **{k: v for k, v in columns.items() if v.size == ids.size}},
-        {**named, **{k: v for k, v in columns.items() if v.size == sequences}},
-    )
+        {"step": np.zeros(sequences, dtype=np.int64), **{k: v for k, v in columns.items() if v.size == sequences}},
+    )  # fmt: skip
 
 
 def sampled(w: World, logits: np.ndarray, **columns: Any) -> Chunk:
@@ -95,19 +92,14 @@ def small_honest(seed: int, *, sequences: int = 12, length: int = 50, noise: flo
     ids = np.minimum((cumulative < random.random((tokens, 1)) * cumulative[:, -1:]).sum(axis=1), 23)
     rows, order = np.arange(tokens), np.arange(sequences)
     return Chunk(
-        pi[rows, ids],
-        mu[rows, ids],
-        np.arange(sequences + 1) * length,
+        pi[rows, ids], mu[rows, ids], np.arange(sequences + 1) * length,
         {"entropy": -(np.exp(pi) * pi).sum(axis=1), "version": np.repeat(order % 2, length)},
         {
-            "step": order * 2 // sequences,
-            "server": np.array(["a", "b"])[order % 2],
-            "trainer_version": np.ones(sequences, dtype=np.int64),
-            "prompt_length": np.full(sequences, 20),
-            "cached_tokens": random.integers(0, 2, sequences) * 16,
-            "syncs": random.integers(0, 4, sequences),
+            "step": order * 2 // sequences, "server": np.array(["a", "b"])[order % 2],
+            "trainer_version": np.ones(sequences, dtype=np.int64), "prompt_length": np.full(sequences, 20),
+            "cached_tokens": random.integers(0, 2, sequences) * 16, "syncs": random.integers(0, 4, sequences),
         },
-    )
+    )  # fmt: skip
 
 
 def logged_temperature(w: World, temperature: float) -> Chunk:

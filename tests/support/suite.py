@@ -17,9 +17,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from built_wheel import checkout as checkout
-from built_wheel import metadata as metadata
-from built_wheel import wheel as wheel
+from built_wheel import checkout, metadata, wheel  # noqa: F401
 from ceilings import SECONDS
 from distributed import interpreter_of_this_run
 from hypothesis import settings
@@ -99,8 +97,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from sglang_server import end_shared_servers
 
-    wrong = end_shared_servers(folder)
-    if wrong:
+    if wrong := end_shared_servers(folder):
         pytest.exit("; ".join(wrong), returncode=pytest.ExitCode.TESTS_FAILED)
 
 

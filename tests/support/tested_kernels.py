@@ -51,8 +51,7 @@ class TestedKernels:
     def __init__(self, config: pytest.Config) -> None:
         options = config.option
         paths = [Path(config.invocation_params.dir, argument) for argument in config.args]
-        folder = ROOT / "tests/kernels"
-        whole = any(folder.is_relative_to(path.resolve()) for path in paths) and not options.keyword
+        whole = any((ROOT / "tests/kernels").is_relative_to(path.resolve()) for path in paths) and not options.keyword
         # a process of pytest-xdist sees a part
         self.must_be_all = whole and not options.collectonly and not hasattr(config, "workerinput")
         self.must_be_all &= options.markexpr in ("", "kernel or cuda")

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "moe": MOE,
     "moe-unnormalised-one-dense-layer": MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
 }
+LENGTHS = (5, 0, 17, 40, 1, 0)
 
 
 def transformers_model(fields: dict[str, Any], seed: int = 0) -> Any:
@@ -51,9 +52,6 @@ def errors(model: Any, samples: Sequence[Sample], temperature: float = 1.0) -> t
         expected = expected.gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
         found.append(torch.tensor(sample.logprobs, dtype=torch.float64) - expected)
     return torch.cat(found)
-
-
-LENGTHS = (5, 0, 17, 40, 1, 0)
 
 
 def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -114,13 +114,9 @@ def run_micro_batches(*, forward_step_func: Any, data_iterator: Any, model: Any,
 
 
 def train(
-    training: Any,
-    steps: list[list[Batch]],
-    forward: Callable[..., Any] = forward_step,
-    schedule: Callable[..., Any] = run_micro_batches,
-    runs: int = 1,
-    exits: bool = False,
-) -> tuple[list[dict[str, float]], Optimizer, Any]:
+    training: Any, steps: list[list[Batch]], forward: Callable[..., Any] = forward_step,
+    schedule: Callable[..., Any] = run_micro_batches, runs: int = 1, exits: bool = False,
+) -> tuple[list[dict[str, float]], Optimizer, Any]:  # fmt: skip
     """What every step logged, the optimizer and the scheduler."""
     optimizer = Optimizer()
     scheduler = training.get_optimizer_param_scheduler(optimizer)

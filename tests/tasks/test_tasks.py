@@ -17,7 +17,13 @@ from megatron_rc.tasks.arithmetic import ALPHABET, LEVELS, careless_totals, runn
 from megatron_rc.tasks.generated import is_held_out
 from megatron_rc.tasks.registry import TASKS, build_task
 
-DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+SUMS = {"datasets": {"chain_sum": {"config": {"max_terms": 3}}, "spell_backward": {"weight": 3}}, "held_out": 20}
+FEW = {
+    "arithmetic": {},
+    "calculator": {"fewest_terms": 2, "most_terms": 2, "digits": 1, "held_out": 8},
+    "copy": {"letters": 1, "fewest_lines": 1, "most_lines": 9, "held_out": 15},
+}
+"""Options under which the problems of training would meet the held-out ones, were these not left out."""
 
 
 def arithmetic(**options: Any) -> Task:
@@ -32,14 +38,6 @@ def test_a_task_is_a_pure_function_of_seed_and_index(kind: str) -> None:
     assert first.eval_prompts() == again.eval_prompts() != other.eval_prompts()
 
 
-FEW = {
-    "arithmetic": {},
-    "calculator": {"fewest_terms": 2, "most_terms": 2, "digits": 1, "held_out": 8},
-    "copy": {"letters": 1, "fewest_lines": 1, "most_lines": 9, "held_out": 15},
-}
-"""Options under which the problems of training would meet the held-out ones, were these not left out."""
-
-
 @pytest.mark.parametrize("kind", FEW)
 def test_no_held_out_problem_of_any_seed_is_ever_trained_on(kind: str) -> None:
     def held_out_of(seed: int) -> set[tuple[int, ...]]:
@@ -52,12 +50,10 @@ def test_no_held_out_problem_of_any_seed_is_ever_trained_on(kind: str) -> None:
 
 
 def test_the_held_out_problems_are_an_eighth_and_all_different() -> None:
-    task = arithmetic(held_out=300)
-    texts = [p.text for p in task.eval_prompts()]
+    texts = [p.text for p in arithmetic(held_out=300).eval_prompts()]
     assert len(set(texts)) == 300
     assert all(map(is_held_out, texts))
-    share = sum(is_held_out(f"{i}+1=") for i in range(8000)) / 8000
-    assert abs(share - 1 / 8) < 0.015
+    assert abs(sum(is_held_out(f"{i}+1=") for i in range(8000)) / 8000 - 1 / 8) < 0.015
 
 
 def test_the_default_held_out_set_has_the_levels_of_the_training_stream() -> None:
@@ -196,15 +192,12 @@ def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> No
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_the_documentation_lists_every_option_with_its_default(kind: str) -> None:
-    text = DOCS.read_text()
+    text = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
     required = [f.name for f in dataclasses.fields(TASKS[kind].options) if f.default is f.default_factory]
     for field in describe(TASKS[kind].options):
         default = "required" if field.name in required else f"`{field.default}`"
         cells = [f"`{field.name}`", f"`{field.type}`", default, field.doc]
         assert field.doc and "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" in text
-
-
-SUMS = {"datasets": {"chain_sum": {"config": {"max_terms": 3}}, "spell_backward": {"weight": 3}}, "held_out": 20}
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +229,7 @@ def test_a_stream_is_a_function_of_seed_and_index_and_never_meets_the_held_out_p
     held_out = {prompt.text for prompt in task.eval_prompts()}
     assert len(held_out) == 20 and all(map(is_held_out, held_out))
     assert not any(is_held_out(prompt.text) for prompt in prompts)
-    backward = sum("backward" in prompt.text for prompt in prompts)
-    assert 33 <= backward <= 57  # three of four; p < 1e-3 outside
+    assert 33 <= sum("backward" in prompt.text for prompt in prompts) <= 57  # three of four; p < 1e-3 outside
 
 
 def test_the_systems_message_and_the_problem_go_through_the_chat_template(tokenizer: str) -> None:

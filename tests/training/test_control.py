@@ -29,6 +29,8 @@ CASES = [
     *(("random-mask", correction) for correction in DROPPING),
     *((control, correction) for control in ("shuffled-weights", "mean-weight") for correction in EVERY),
 ]
+IN_ORDER = list(range(SEQUENCES))
+TAKEN = [s for s in range(TRAINED) if s != BROKEN]
 
 
 def sample(number: int) -> Sample:
@@ -44,8 +46,7 @@ def case(correction: RolloutCorrection, order: list[int]) -> tuple[Corrected, Sh
     rows = batch.rollout_logprobs
     # the gap of a token follows from its log-prob, so that every order has the same
     old = rows + 0.3 * torch.sin(1e4 * rows.double()).float()
-    first = int(batch.cu_seqlens[order.index(BROKEN)]) + 1
-    old = old.index_fill(0, torch.tensor([first]), float("nan"))
+    old = old.index_fill(0, torch.tensor([int(batch.cu_seqlens[order.index(BROKEN)]) + 1]), float("nan"))
     corrected = correct(old, rows, batch.loss_mask, correction=correction, cu_seqlens=batch.cu_seqlens)
     return corrected, Share(batch, order, [[range(TRAINED)], [range(TRAINED, SEQUENCES)]]), old
 
@@ -61,10 +62,6 @@ def run(correction: RolloutCorrection, control: Any, order: list[int], seed: int
     corrected, share, old = case(correction, order)
     after = controlled(corrected, share, old, parts=1, control=control, seed=seed)
     return tuple(by_sequence(v, share) for c in (corrected, after) for v in (c.weights, c.mask))  # type: ignore[return-value]
-
-
-IN_ORDER = list(range(SEQUENCES))
-TAKEN = [s for s in range(TRAINED) if s != BROKEN]
 
 
 def flat(values: dict[int, list[Any]]) -> list[Any]:

@@ -20,6 +20,7 @@ from megatron_rc.training.step.sampling import SampledBatch, Sampler
 PROMPTS = [Prompt((i,), "", "") for i in range(4)]
 SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
 """Seed of sample j of prompt i: 100 + 10 i + j."""
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
 
 
 def response(seed: int, discarded: str | None = None, **fields: Any) -> Sample:
@@ -33,9 +34,7 @@ class Engine:
     def __init__(self, damage: dict[int, str]) -> None:
         self.damage = damage
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: Any, *, seeds: Sequence[int], **_: Any
-    ) -> list[Sample]:
+    def generate(self, prompts: Any, params: Any, *, seeds: Sequence[int], **_: Any) -> list[Sample]:
         return [response(seed, self.damage.get(seed), retractions=seed % 10) for seed in seeds]
 
 
@@ -48,9 +47,6 @@ class Task:
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         assert [prompt.token_ids[0] for prompt in prompts] == [seed // 10 % 10 for (seed,) in responses]
         return [float(seed) for (seed,) in responses]
-
-
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
 
 
 def sampler(engine: Engine, max_share: float, groups: Any = ALONE) -> Sampler:
@@ -72,8 +68,7 @@ def test_damaged_responses_are_kept_apart_and_the_others_keep_their_rewards_grou
 
 
 def test_metrics_are_shares_of_all_responses_by_reason_and_a_count_of_retractions() -> None:
-    rollouts = sampled({110: "nan_logprob", 120: "nan_logprob", 131: "timeout"}, 0.5)
-    assert rollouts.metrics() == {
+    assert sampled({110: "nan_logprob", 120: "nan_logprob", 131: "timeout"}, 0.5).metrics() == {
         "rollout/rejected": 3 / 8,
         "rollout/rejected_nan_logprob": 2 / 8,
         "rollout/rejected_timeout": 1 / 8,

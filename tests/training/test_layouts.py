@@ -35,11 +35,6 @@ class Recording:
         chosen += ["warmup.steps=1", "warmup.batch_size=32", "warmup.lr=0.01"]
         return finished_job(self.config, "--dump", *(w for a in chosen for w in ("--set", a)), processes=processes)
 
-    def replay(self, name: str, *assignments: str, processes: int = 1) -> list[dict[str, Any]]:
-        return self.train(
-            name, "rollout.engine=recorded", f"rollout.recorded_path={self.dump}", *assignments, processes=processes
-        )
-
     def assert_same_as_one_process(self, name: str, metrics: list[dict[str, Any]]) -> None:
         ours = {(r["phase"], r["step"]): r for r in metrics}
         theirs = {(r["phase"], r["step"]): r for r in self.metrics}
@@ -59,9 +54,8 @@ class Recording:
         assert sum("grad_cosine" in record for record in metrics) >= 4
         assert len(norms) >= 5, "too few steps had a group of unequal rewards for the comparison to mean anything"
         worst = 0.0
-        for step, (mine, one) in enumerate(
-            zip(read_dump(self.folder / name / "dump"), read_dump(self.dump), strict=True), start=1
-        ):
+        dumps = zip(read_dump(self.folder / name / "dump"), read_dump(self.dump), strict=True)
+        for step, (mine, one) in enumerate(dumps, start=1):
             for a, b in zip(mine, one, strict=True):
                 assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
                 for column in ("old_logprobs", "entropy", "top1_prob"):
@@ -95,13 +89,10 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
 def test_a_model_trains_the_same_under_every_layout(recording: Callable[[str], Recording], layout: str) -> None:
     kind, processes, assignments = LAYOUTS[layout]
     one = recording(kind)
-    one.assert_same_as_one_process(layout, one.replay(layout, *assignments, processes=processes))
-    if layout == "data=2":
-        assert_the_dump_says_which_rank_trained_on_which_response(one.folder / layout / "dump")
-
-
-def assert_the_dump_says_which_rank_trained_on_which_response(dump: Path) -> None:
-    for records in read_dump(dump):
+    replayed = ["rollout.engine=recorded", f"rollout.recorded_path={one.dump}", *assignments]
+    one.assert_same_as_one_process(layout, one.train(layout, *replayed, processes=processes))
+    # the dump says which rank trained on which response
+    for records in read_dump(one.folder / layout / "dump") if layout == "data=2" else ():
         for rank in (0, 1):
             positions = sorted(r["pack_position"] for r in records if r["train_rank"] == rank)
             # one micro-batch for the update, and one for the responses whose groups had equal rewards

@@ -24,6 +24,7 @@ from megatron_rc.training.probe import Probe
 from megatron_rc.training.progress import Progress
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
+PROMPT = [3, 30, 4, 17, 5, 36, 0, 9]
 
 
 @given(
@@ -41,8 +42,7 @@ def test_every_sequence_is_in_one_micro_batch_and_ranks_have_equally_many(length
 
 @given(lengths=LENGTHS, data_size=st.integers(1, 4), max_tokens=st.integers(50, 2000))
 def test_no_micro_batch_exceeds_the_limit_unless_one_sequence_does(lengths, data_size, max_tokens):
-    division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens)
-    for share in division:
+    for share in cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens):
         for micro_batch in share:
             assert sum(lengths[s] for s in micro_batch if s >= 0) <= max(max_tokens, max(lengths))
 
@@ -76,8 +76,7 @@ def test_rows_with_a_loss_are_listed_for_every_micro_batch_of_the_fused_head() -
     place: Any = SimpleNamespace(data_size=1, data_rank=0)
     for head in ("logits", "linear"):
         # five micro-batches of four sequences: one of them holds a sequence that does not count
-        train = TrainSettings(head=head, micro_batches=5)  # type: ignore[arg-type]
-        share = share_of(batch, [range(4)], train, place)
+        share = share_of(batch, [range(4)], TrainSettings(head=head, micro_batches=5), place)  # type: ignore[arg-type]
         (members,) = share.micro_batches
         parts = split_rows(share.batch, members, loss_rows=share.loss_rows_of(members))
         listed = [part.loss_rows for part in parts]
@@ -87,9 +86,6 @@ def test_rows_with_a_loss_are_listed_for_every_micro_batch_of_the_fused_head() -
             assert sorted(len(rows) for rows in listed if rows is not None) == [0, 1, 1, 2, 5]
             for part, rows in zip(parts, listed, strict=True):
                 assert rows is not None and torch.equal(rows, part.batch.loss_mask.nonzero()[:, 0])
-
-
-PROMPT = [3, 30, 4, 17, 5, 36, 0, 9]
 
 
 def _probed(rank: int, model: str) -> Any:
@@ -133,9 +129,6 @@ def logprobs(model: Any) -> list[float]:
     return [float(row[token]) for row, token in zip(rows, PROMPT[1:], strict=True)]
 
 
-OTHER: dict[str, Any] = {"adam_beta1": 0.5, "adam_beta2": 0.7, "adam_eps": 1e-3, "weight_decay": 0.2}
-
-
 def loaded(rank: int, folder: str) -> dict[str, Any]:
     place = groups.initialize(ParallelSettings(), 1)
 
@@ -148,11 +141,10 @@ def loaded(rank: int, folder: str) -> dict[str, Any]:
     writer.optimizer.step()  # an optimizer without an update has no state
     writer.phase_updates = 1
     checkpoint.save(Path(folder), writer, Progress("rl", 2), extra={}, keep=1)
-    other = policy(lr=1e-4, **OTHER)
+    other = policy(lr=1e-4, adam_beta1=0.5, adam_beta2=0.7, adam_eps=1e-3, weight_decay=0.2)
     checkpoint.load(Path(folder, "rl-000002"), other)
-    return {
-        name: {group[name] for group in other.optimizer.param_groups} for name in ("lr", "betas", "eps", "weight_decay")
-    }
+    of_groups = other.optimizer.param_groups
+    return {name: {group[name] for group in of_groups} for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 def test_the_settings_of_the_optimizer_are_those_of_the_job_that_loads_a_checkpoint(tmp_path: Path) -> None:

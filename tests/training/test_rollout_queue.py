@@ -24,6 +24,7 @@ from megatron_rc.training.step.sampling import Sampler
 from megatron_rc.training.step.seeds import seed_of
 
 PROMPTS, N, STEPS = 3, 2, 9
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda each: [each()], together=lambda each: each())
 
 
 class Engine:
@@ -45,9 +46,7 @@ class Engine:
         if self.fails:
             raise self.fails
         routes = torch.full((2, 1, 1), seeds[0] % 7)
-        return [
-            Sample([1, 2], [seed], [-0.5], "stop", weight_versions=[(version, 0, 1)], routes=routes) for seed in seeds
-        ]
+        return [Sample([1, 2], [seed], [-0.5], "stop", [(version, 0, 1)], routes=routes) for seed in seeds]
 
 
 class Task:
@@ -60,25 +59,16 @@ class Task:
         return [float(ids[0]) for ids in responses]
 
 
-ALONE: Any = SimpleNamespace(
-    rank=0, world_size=1, gather=lambda compute: [compute()], together=lambda compute: compute()
-)
-
-
 class Loop:
     """The training loop without a model: the steps that it trained, with the seeds of their samples."""
 
-    def __init__(
-        self, ahead: int, *, progress: Progress | None = None, resume_from: Path | None = None, **rollout: Any
-    ):
+    def __init__(self, ahead: int, *, progress: Any = None, resume_from: Path | None = None, **rollout: Any) -> None:
         self.engine, self.progress = Engine(), progress or Progress(phase="rl")
         self.engine.version = self.progress.weight_version
         size = {"prompts_per_step": PROMPTS, "samples_per_prompt": N}
-        data = {"train": {"asynchronous": ahead, "steps": STEPS}, "rollout": size | rollout}
-        settings = job_settings.load(str(data))
-        task: Any = Task()
+        settings = job_settings.load(str({"train": {"asynchronous": ahead, "steps": STEPS}, "rollout": size | rollout}))
         params = settings.rollout.sampling()
-        sampler = Sampler(self.engine, task, ALONE, params, seed=1, max_discarded_share=0.0)  # type: ignore[arg-type]
+        sampler = Sampler(self.engine, Task(), ALONE, params, seed=1, max_discarded_share=0.0)  # type: ignore[arg-type]
         self.queue = RolloutQueue(sampler, settings)
         if resume_from:
             self.queue.load(resume_from, self.progress)
@@ -234,8 +224,7 @@ def test_a_checkpoint_holds_samples_of_finished_rollouts_and_prompts_in_flight(l
     assert resumed.engine.sampled == [(4, 1)], "the one in flight, with the weights of the checkpoint"
     _, taken = resumed.queue.take(1)
     for one, other in zip(taken.samples, expected.samples, strict=True):
-        routes = one.routes, other.routes
-        assert torch.equal(*routes)
+        assert torch.equal(one.routes, other.routes)
         one.routes = other.routes = None
         assert one == other
     assert taken.rewards == expected.rewards and taken.seeds == seeds_of_step(1)

@@ -36,10 +36,8 @@ SAMPLING = SamplingParams(max_new_tokens=4096, top_k=2)
 
 def batch_of(sequences: int, tokens: int = 2) -> tuple[TokenBatch, dict[str, Any]]:
     """A batch whose groups have two responses each, and the other arguments of a write."""
-    samples = [
-        Sample([1, 2], [3] * tokens, [-0.5] * tokens, "length", [(0, 0, tokens)], [[3, 4]] * tokens)
-        for _ in range(sequences)
-    ]
+    drawn = ([1, 2], [3] * tokens, [-0.5] * tokens, "length", [(0, 0, tokens)], [[3, 4]] * tokens)
+    samples = [Sample(*drawn) for _ in range(sequences)]
     batch = TokenBatch.from_samples(samples, SAMPLING, groups=[i // 2 for i in range(sequences)])
     return batch, {"samples": samples, "seeds": [*range(sequences)]}
 

@@ -23,7 +23,7 @@ from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.reinforce import StepSettings, reinforce_step
 
 VOCABULARY, HIDDEN = 37, 32
-LENGTHS = (3, 1, 7, 4, 9, 5)
+LR = 0.5
 
 
 class Case(NamedTuple):
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     old: str = "recompute"
     centering: str = "none"
-    entropy_coef: float = 0.1
+    entropy: float = 0.1
     ranks: int = 1
     chunk: int | None = None
     logits_dtype: str | None = None
@@ -44,7 +44,7 @@ CASES = [
     Case(),
     Case(chunk=2),
     Case(old="current", chunk=2),
-    Case(old="current", chunk=2, entropy_coef=0.0),
+    Case(old="current", chunk=2, entropy=0.0),
     Case(old="current", centering="top", chunk=2),
     Case(old="current", centering="top", tensor=2, ranks=2),
     Case(dtype="fp16"),
@@ -67,8 +67,7 @@ class HeadProducts(TorchDispatchMode):
         """Rows of the largest product that makes logits, and the dtypes of their factors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
             (n, k), (_, m) = (factor.shape for factor in args[-2:])
             if {self.columns, HIDDEN} <= {n, k, m}:
                 self.operations += 2 * n * k * m
@@ -82,7 +81,7 @@ def batch_of() -> TokenBatch:
     """Two groups of three responses, some sampled at probabilities far from those of the model."""
     random = torch.Generator().manual_seed(5)
     samples = []
-    for length in LENGTHS:
+    for length in (3, 1, 7, 4, 9, 5):
         ids = torch.randint(2, VOCABULARY, (length,), generator=random).tolist()
         logprobs = (-3.6 + torch.randn(length, generator=random)).tolist()
         top = {
@@ -120,28 +119,18 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
             for inner in policy.optimizer.chained_optimizers:
                 inner.grad_scaler._scale.fill_(256.0)
         layer = getattr(policy.modules[-1], "output_layer", None)
-        correction: Any = {
-            "weight": Weight("token", "truncate", upper=2.0),
-            "old": case.old,
-            "centering": case.centering,
-        }
-        loss = LossSettings(
-            dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=case.entropy_coef
-        )
-        settings = StepSettings(
-            correction=RolloutCorrection(**correction), loss=loss, train=train, max_nonfinite_share=0.0
-        )
+        chosen = {"old": case.old, "centering": case.centering}
+        correction = RolloutCorrection(Weight("token", "truncate", upper=2.0), **chosen)  # type: ignore[arg-type]
+        loss = LossSettings(dual_clip=1.1, clip_lower=0.02, clip_upper=0.03, kl_coef=0.2, entropy_coef=case.entropy)
+        settings = StepSettings(correction=correction, loss=loss, train=train, max_nonfinite_share=0.0)
         with HeadProducts(VOCABULARY if layer is None else layer.output_size_per_partition) as products:
             result = reinforce_step(policy, batch_of(), settings, check=move)
         return {
-            "metrics": result.metrics,
-            "gradient": policy.gradient(),
-            "operations": products.operations if place.last_stage else None,
-            "largest": products.largest,
-            "dtypes": products.dtypes,
-            "per row": 2 * HIDDEN * products.columns,
+            "metrics": result.metrics, "gradient": policy.gradient(),
+            "operations": products.operations if place.last_stage else None, "largest": products.largest,
+            "dtypes": products.dtypes, "per row": 2 * HIDDEN * products.columns,
             "loss rows": int(result.share.batch.loss_mask.sum()),
-        }
+        }  # fmt: skip
 
 
 def of_rank(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -186,7 +175,7 @@ def test_every_term_of_the_loss_acts(results: Any) -> None:
 
 
 def test_an_update_without_a_pass_before_it_says_the_entropy_itself(results: Any) -> None:
-    said = [results[Case(old="current", chunk=2, entropy_coef=each)][0]["linear"]["metrics"] for each in (0.0, 0.1)]
+    said = [results[Case(old="current", chunk=2, entropy=each)][0]["linear"]["metrics"] for each in (0.0, 0.1)]
     assert said[0]["entropy"] == pytest.approx(said[1]["entropy"], rel=1e-6) and said[0]["entropy"] > 1
 
 
@@ -208,15 +197,10 @@ def test_no_more_rows_than_a_chunk_have_logits_at_a_time(case: Case, results: An
         assert rank["linear"]["dtypes"] == {"torch.float32"}
 
 
-LR = 0.5
-
-
 def measured(rank: int) -> dict[str, Any]:
     answers = torch.randint(0, 37, (8, 5), generator=torch.Generator().manual_seed(3)).tolist()
     samples = [Sample([1, 2, i // 4], answers[i], [-3.0] * 5, "stop", [(0, 0, 5)]) for i in range(8)]
-    batch = TokenBatch.from_samples(
-        samples, SamplingParams(), rewards=[0.0, 1.0] * 4, groups=[i // 4 for i in range(8)]
-    )
+    batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=[0.0, 1.0] * 4, groups=[0] * 4 + [1] * 4)
     place = groups.initialize(ParallelSettings(), 1)
     train = TrainSettings(optimizer="sgd", clip_grad=0.0, grad_cosine=True)
     policy = Policy(ModelSettings(config=DENSE), ParallelSettings(), train, place)

@@ -27,7 +27,6 @@ from megatron_rc.training.model.weights import _read_part, export_hf, init_weigh
 from megatron_rc.training.policy import Policy
 
 TRAIN = TrainSettings(optimizer="sgd", micro_batches=1)
-
 TWO_RANKS = [
     ("dense", {}),
     ("llama", {}),
@@ -46,9 +45,7 @@ def _name(layout: tuple[str, dict[str, int]]) -> str:
     return "-".join([kind, *(f"{axis}{ranks}" for axis, ranks in parallel.items())])
 
 
-def _visit_layouts(
-    rank: int, folder: str, layouts: list[tuple[str, dict[str, int]]], in_pieces: bool = False
-) -> dict[str, Any]:
+def _visit_layouts(rank: int, folder: str, layouts: list[Any], in_pieces: bool = False) -> dict[str, Any]:
     read_elements = 0
     slice_of = HfCheckpoint._slice
 
@@ -274,8 +271,7 @@ def test_ranks_hold_the_vocabulary_in_order_and_zeros_behind_it() -> None:
         def read(self, tensor: HfTensor, start: int, stop: int) -> torch.Tensor:
             return full[start:stop]
 
-    embedding = HfTensor("embedding", (300, 4), 0)
-    held = torch.cat([_read_part(Source(), embedding, rank, 3, 128) for rank in range(3)])
+    held = torch.cat([_read_part(Source(), HfTensor("embedding", (300, 4), 0), rank, 3, 128) for rank in range(3)])
     assert torch.equal(held[:300], full) and held.shape == (384, 4) and not held[300:].any()
 
 

@@ -58,8 +58,7 @@ class Flags:
     def hidden(self) -> tuple[str, ...]:
         """Words that the shell would replace; flags may hide in them."""
         found = []
-        begin = program_of(self.words)
-        words = (*self.words[begin:], *self.maybe)
+        words = (*self.words[program_of(self.words) :], *self.maybe)
         for before, word in zip(("", *words), words, strict=False):
             is_value = before.startswith("-") and "=" not in before
             if _LIST.match(word) or (_VARIABLE.fullmatch(word) and not is_value):

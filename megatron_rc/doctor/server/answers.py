@@ -102,10 +102,8 @@ def answer_spans(facts: Facts) -> Finding:
     damage_of(probe)
     spans = probe.meta.get("weight_versions")
     if not spans:
-        return error(
-            "the answer does not say which weights drew its tokens",
-            "Serve with a tested SGLang version; without spans rollout.sglang.max_lag cannot be obeyed.",
-        )
+        fix = "Serve with a tested SGLang version; without spans rollout.sglang.max_lag cannot be obeyed."
+        return error("the answer does not say which weights drew its tokens", fix)
     if str(spans[-1]["version"]) != str(facts.server.model["weight_version"]):
         raise Undecided("the weights changed during the probe", "Run doctor while no job updates the server.")
     return good(f"every token belongs to weights {spans[-1]['version']!r}")

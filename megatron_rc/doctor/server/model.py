@@ -82,10 +82,8 @@ def dtype(facts: Facts) -> Finding:
     if served == trained:
         return good(f"both compute in {served}")
     flag = f"Start the server with --dtype {DTYPES[trained].name}"
-    return warning(
-        f"the server computes in {served}, the trainer in {trained}",
-        f"{flag}, set train.dtype={served}, or let the correction work.",
-    )
+    fix = f"{flag}, set train.dtype={served}, or let the correction work."
+    return warning(f"the server computes in {served}, the trainer in {trained}", fix)
 
 
 def served_dtype(facts: Facts) -> str:
@@ -122,15 +120,11 @@ def quantization(facts: Facts) -> Finding:
     """The served weights against unquantised ones."""
     flags = facts.server.flags
     if facts.server.config and facts.server.config.get("quantization_config"):
-        return error(
-            "the served checkpoint is quantised, and the weights that the trainer sends are not",
-            "Serve the unquantised checkpoint (--model-path).",
-        )
+        fix = "Serve the unquantised checkpoint (--model-path)."
+        return error("the served checkpoint is quantised, and the weights that the trainer sends are not", fix)
     if flags["quantization"]:
-        return warning(
-            f"the server quantises its weights ({flags['quantization']}); updates of such a server are not tested",
-            "Start the server without --quantization.",
-        )
+        problem = f"the server quantises its weights ({flags['quantization']}); updates of such a server are not tested"
+        return warning(problem, "Start the server without --quantization.")
     facts.server.config.require()
     return good("weights are served as they are sent")
 
@@ -150,10 +144,8 @@ def matmul_precision(facts: Facts) -> Finding:
         problem = "the server computes fp32 products in TF32, with 10 bits of mantissa"
         return warning(problem, "Start the server without --enable-tf32-matmul.")
     if served != "fp32" and flags["enable_fp32_lm_head"] and facts.trainer.settings.train.dtype == served:
-        return note(
-            f"the server computes logits in fp32, the trainer's output layer in {served}",
-            "Start the server without --enable-fp32-lm-head, so that both round alike.",
-        )
+        fix = "Start the server without --enable-fp32-lm-head, so that both round alike."
+        return note(f"the server computes logits in fp32, the trainer's output layer in {served}", fix)
     return good("products are computed in the precision of the model")
 
 

@@ -65,14 +65,9 @@ def examine_probes(
 @PROBES.check
 def self_shift(scores: Scores) -> Finding:
     """The server's prefill of each sequence alone against one batch of all of them."""
-    return _floor(
-        scores.alone,
-        scores.together,
-        f"alone and in a batch of {scores.sequences} the server's own log-probs",
-        "trainer",
-        "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch.",
-        scores.usual,
-    )
+    compared = f"alone and in a batch of {scores.sequences} the server's own log-probs"
+    fix = "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch."
+    return _floor(scores.alone, scores.together, compared, "trainer", fix, scores.usual)
 
 
 @PROBES.check
@@ -80,14 +75,9 @@ def trainer_self_shift(scores: Scores) -> Finding:
     """The trainer's log-probs of each sequence alone against one micro-batch of all of them."""
     if not np.isfinite(scores.trainer - scores.trainer_together).all():
         raise Undecided("the trainer's checkpoint gives log-probs that are not finite", TRAINER)
-    return _floor(
-        scores.trainer,
-        scores.trainer_together,
-        f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs",
-        "server",
-        "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype).",
-        scores.usual,
-    )
+    compared = f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs"
+    fix = "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype)."
+    return _floor(scores.trainer, scores.trainer_together, compared, "server", fix, scores.usual)
 
 
 def _floor(alone: Logprobs, together: Logprobs, compared: str, other: str, fix: str, usual: float) -> Finding:
@@ -104,10 +94,8 @@ def _floor(alone: Logprobs, together: Logprobs, compared: str, other: str, fix: 
 def triangle(scores: Scores) -> Finding:
     """Decoding, prefill and trainer, each against each."""
     if not np.isfinite(scores.trainer).all():
-        bad = int(np.sum(~np.isfinite(scores.trainer)))
-        return error(
-            f"the trainer's checkpoint gives no finite log-prob for {bad} of {len(scores.trainer)} tokens", TRAINER
-        )
+        bad = f"{np.sum(~np.isfinite(scores.trainer))} of {len(scores.trainer)} tokens"
+        return error(f"the trainer's checkpoint gives no finite log-prob for {bad}", TRAINER)
     floor = max(k3(scores.together - scores.alone), k3(scores.trainer_together - scores.trainer))
     pairs = {
         "decode-prefill": (scores.decode, scores.alone),
@@ -135,17 +123,13 @@ def triangle(scores: Scores) -> Finding:
 def _guilty(decode_prefill: bool, prefill_trainer: bool, decode_trainer: bool) -> tuple[str, str]:
     """The wrong side and its fix, decided by which of the three gaps are large; at least one is."""
     if not decode_prefill:
-        return (
-            "the server agrees with itself and not with the trainer: weights, conversion or the trainer's numerics",
-            TRAINER,
-        )
+        causes = "weights, conversion or the trainer's numerics"
+        return f"the server agrees with itself and not with the trainer: {causes}", TRAINER
     if not prefill_trainer:
         return "the server's decoding is wrong: its prefill agrees with the trainer", SELF
     if not decode_trainer:
-        return (
-            "the server's prefill is wrong: its decoding agrees with the trainer",
-            "Train on the log-probs of decoding only, never on input_token_logprobs of this server.",
-        )
+        fix = "Train on the log-probs of decoding only, never on input_token_logprobs of this server."
+        return "the server's prefill is wrong: its decoding agrees with the trainer", fix
     return "the server disagrees with itself, and neither decoding nor prefill agrees with the trainer", SELF
 
 
@@ -161,8 +145,6 @@ def temperature_sweep(scores: Scores) -> Finding:
         return good(f"asked for temperature {asked:.2g}, the server's log-probs fit it ({numbers})")
     if gaps[best] > at_asked / 2:
         raise Undecided(f"no temperature explains the server's log-probs ({numbers})", TRAINER)
-    return error(
-        f"asked for temperature {asked:.2g}, the server's log-probs are those of about {best:.2g} ({numbers})",
-        "Serve without SGLANG_RETURN_ORIGINAL_LOGPROB and without plugins that change logits, or divide by the same "
-        "temperature in the trainer.",
-    )
+    fix = "Serve without SGLANG_RETURN_ORIGINAL_LOGPROB and without plugins that change logits"
+    problem = f"asked for temperature {asked:.2g}, the server's log-probs are those of about {best:.2g} ({numbers})"
+    return error(problem, f"{fix}, or divide by the same temperature in the trainer.")

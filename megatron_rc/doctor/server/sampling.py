@@ -68,10 +68,8 @@ def generation_config(facts: Facts) -> Finding:
     """generation_config.json of the served model against what /generate applies."""
     frontend = facts.server.flags.get("frontend", "python")
     if frontend != "python":
-        raise Undecided(
-            f"whether the {frontend} frontend applies generation_config.json is not known",
-            "Serve with SGLang's Python frontend.",
-        )
+        fix = "Serve with SGLang's Python frontend."
+        raise Undecided(f"whether the {frontend} frontend applies generation_config.json is not known", fix)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     present = [n for n in names if facts.server.generation.get(n) is not None]
     if present and facts.server.flags["sampling_defaults"] == "model":
@@ -100,10 +98,8 @@ def input_logprobs(facts: Facts) -> Finding:
     at = facts.trainer.settings.rollout.temperature
     if at == 1:
         return good("the trainer samples at temperature 1, where prompt log-probs and output log-probs agree")
-    return note(
-        f"SGLang's prompt log-probs ignore temperature={at}; the bridge uses output log-probs only",
-        "Do not score responses through SGLang's input_token_logprobs, or set rollout.temperature=1.",
-    )
+    fix = "Do not score responses through SGLang's input_token_logprobs, or set rollout.temperature=1."
+    return note(f"SGLang's prompt log-probs ignore temperature={at}; the bridge uses output log-probs only", fix)
 
 
 @SAMPLING.check

@@ -13,6 +13,7 @@ from megatron_rc.analyze import chunk
 from megatron_rc.doctor.registry import Undecided
 from megatron_rc.doctor.server.facts import ServerFacts
 from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang.control import scoring
 from megatron_rc.rollout.sglang.http import Background, Server, ServerError
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, checked_logprobs
 
@@ -178,15 +179,7 @@ class _Client:
 
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Logprobs:
         """Log-probs of the responses from one request with all sequences, which ignores what the server has cached."""
-        body = {
-            "input_ids": [list(sequence) for sequence in sequences],
-            # some versions answer 0 new tokens with a log-prob of a token that does not exist
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
-            "return_logprob": True,
-            # from the first token on: what comes before this position may come from the prefix cache
-            "logprob_start_len": 0,
-        }
-        (answers,) = self._server.generate([body], self._timeout_s)
+        (answers,) = self._server.generate([scoring([list(sequence) for sequence in sequences])], self._timeout_s)
         if not isinstance(answers, list) or len(answers) != len(sequences):
             raise DamagedAnswer("bad_answer", f"a request with {len(sequences)} sequences has not as many answers")
         return np.concatenate([self._scored(s, answer) for s, answer in zip(sequences, answers, strict=True)])

@@ -24,10 +24,8 @@ def version(facts: Facts) -> Finding:
         raise Undecided(f"the server calls its version {served!r}")
     if served in SGLANG:
         return good(f"SGLang {served}")
-    return warning(
-        f"SGLang {served} is outside {SGLANG}, for which the bridge is written",
-        f"Install sglang=={SGLANG.newest} for the server.",
-    )
+    fix = f"Install sglang=={SGLANG.newest} for the server."
+    return warning(f"SGLang {served} is outside {SGLANG}, for which the bridge is written", fix)
 
 
 @SERVING.check
@@ -94,10 +92,8 @@ def parallel_layout(facts: Facts) -> Finding:
         if refusal := weight_sync(settings, {}).transport.refusal(facts.server.server_info):
             fix = "Set rollout.sglang.weight_sync=disk, or start one server per replica (--dp-size 1)."
             return error(refusal, fix)
-    return note(
-        f"{layout}: sums run in another order than in one process, which shifts log-probs in their last bits",
-        "Compare the log-probs of both once (old/k3 in the report); nothing is to be set.",
-    )
+    problem = f"{layout}: sums run in another order than in one process, which shifts log-probs in their last bits"
+    return note(problem, "Compare the log-probs of both once (old/k3 in the report); nothing is to be set.")
 
 
 @SERVING.check
@@ -110,10 +106,8 @@ def attention_backend(facts: Facts) -> Finding:
         raise Undecided("the server does not say which attention backend it uses")
     if prefill == decode:
         return good(f"{prefill} for both; it is never the trainer's kernel, the rounding between them is what k3 shows")
-    return note(
-        f"prefill runs {prefill} and decode {decode}: a continued response is rounded in two ways",
-        "Set --attention-backend alone, not --prefill-attention-backend and --decode-attention-backend.",
-    )
+    fix = "Set --attention-backend alone, not --prefill-attention-backend and --decode-attention-backend."
+    return note(f"prefill runs {prefill} and decode {decode}: a continued response is rounded in two ways", fix)
 
 
 @SERVING.check
@@ -122,20 +116,16 @@ def chunked_prefill(facts: Facts) -> Finding:
     flags = facts.server.flags
     size, longest = flags["chunked_prefill_size"], facts.trainer.longest_prompt or facts.server.context_length
     if flags["enable_mixed_chunk"]:
-        return note(
-            "prefill and decode share a batch (mixed chunks), so rounding depends on the load",
-            "Start the server without --enable-mixed-chunk.",
-        )
+        fix = "Start the server without --enable-mixed-chunk."
+        return note("prefill and decode share a batch (mixed chunks), so rounding depends on the load", fix)
     if size is None or size <= 0:
         return good("off: a prompt is computed at once")
     if longest is None:
         raise Undecided("the length of prompts is not known", GIVE_TRAINER)
     if longest <= size:
         return good(f"no prompt of up to {longest} tokens is cut at {size}")
-    return note(
-        f"prompts of more than {size} tokens are computed in pieces, with other rounding than in the trainer",
-        "Raise --chunked-prefill-size above the longest prompt, or -1 to turn it off.",
-    )
+    problem = f"prompts of more than {size} tokens are computed in pieces, with other rounding than in the trainer"
+    return note(problem, "Raise --chunked-prefill-size above the longest prompt, or -1 to turn it off.")
 
 
 @SERVING.check
@@ -183,16 +173,12 @@ def context_length(facts: Facts) -> Finding:
         limits.append(longest + BELOW_CONTEXT)
     limit = min(n for n in limits if n)
     if needed > limit:
-        return error(
-            f"the longest prompt and response need {needed} tokens, server and model take {limit}",
-            "Raise --context-length or lower rollout.max_new_tokens.",
-        )
+        fix = "Raise --context-length or lower rollout.max_new_tokens."
+        return error(f"the longest prompt and response need {needed} tokens, server and model take {limit}", fix)
     pool = flags["max_total_num_tokens"]
     if needed > pool:
-        return error(
-            f"the longest prompt and response need {needed} tokens, the server's cache holds {pool}",
-            "Raise --max-total-tokens or --mem-fraction-static.",
-        )
+        fix = "Raise --max-total-tokens or --mem-fraction-static."
+        return error(f"the longest prompt and response need {needed} tokens, the server's cache holds {pool}", fix)
     return good(f"the longest prompt and response need {needed} of {limit} tokens")
 
 
@@ -235,10 +221,8 @@ def exposure(facts: Facts) -> Finding:
         return good("reachable from its own machine only")
     if flags["api_key"] or flags["admin_api_key"]:
         return good("it asks for a key")
-    return warning(
-        f"whoever reaches {host} port {flags['port']} can replace the weights: the server asks for no key",
-        "Start the server with --host 127.0.0.1, or keep others out by a firewall.",
-    )
+    problem = f"whoever reaches {host} port {flags['port']} can replace the weights: the server asks for no key"
+    return warning(problem, "Start the server with --host 127.0.0.1, or keep others out by a firewall.")
 
 
 SERVING.add(of_flags("Whether prompts are written to the server's log", FlagRule(

@@ -87,7 +87,6 @@ def server_dtype(info: Mapping[str, Any], hf_config: Mapping[str, Any]) -> torch
         return _DTYPES[asked]
     of_checkpoint = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "").removeprefix("torch.")
     if of_checkpoint not in _DTYPES:
-        raise ValueError(
-            "the server runs with --dtype auto and the model's config.json names no dtype: start it with --dtype"
-        )
+        why = "the server runs with --dtype auto and the model's config.json names no dtype"
+        raise ValueError(f"{why}: start it with --dtype")
     return torch.float16 if of_checkpoint == "float32" else _DTYPES[of_checkpoint]

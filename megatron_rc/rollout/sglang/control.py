@@ -41,8 +41,7 @@ def begin_update(server: Server, timeout_s: float) -> bool:
 
 def set_version(server: Server, version: str, timeout_s: float) -> None:
     # by default this aborts every request, also those that a retracting pause means to continue
-    body = {"new_version": version, "abort_all_requests": False}
-    server.post("/update_weight_version", body, timeout_s)
+    server.post("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout_s)
 
 
 def read_version(server: Server, timeout_s: float) -> str:
@@ -76,20 +75,25 @@ def probe_prompt(vocab_size: int, context: int) -> list[int]:
     return [(7919 * i * i + 104729 * i + 1) % (vocab_size - 1) for i in range(min(32, context - 1))]
 
 
+def scoring(input_ids: Sequence[Any]) -> dict[str, Any]:
+    """The body of a request for the log-probs of a prompt, or of several prompts."""
+    return {
+        "input_ids": input_ids,
+        # 0 new tokens would do, but some versions answer it with a log-prob of a token that does not exist
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+        # from the first token on: what comes before this position may come from the prefix cache
+        "logprob_start_len": 0,
+    }
+
+
 def prompt_logprobs(server: Server, prompt: Sequence[int], timeout_s: float) -> list[float]:
     """log mu(prompt[t] | prompt[:t]), nats, at temperature 1, of t = 1 .. len(prompt) - 1.
 
     Raises:
         ValueError: the answer lacks some of them, or holds a value that no log-prob can have.
     """
-    body = {
-        "input_ids": list(prompt),
-        # 0 new tokens would do, but some versions answer it with a log-prob of a token that does not exist
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    meta = _fields(server.post("/generate", body, timeout_s)).get("meta_info") or {}
+    meta = _fields(server.post("/generate", scoring(list(prompt)), timeout_s)).get("meta_info") or {}
     entries = meta.get("input_token_logprobs") or []
     if [entry[1] for entry in entries] != list(prompt):
         raise ValueError("the probe prompt came back without a log-prob for each of its tokens")

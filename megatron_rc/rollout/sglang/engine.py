@@ -186,11 +186,8 @@ class SGLangEngine(RolloutEngine):
             raise ValueError(f"{server.url} returns no routes: start it with --enable-return-routed-experts")
 
     def _longest(self) -> int | None:
-        limits = [
-            server.info["max_req_input_len"] + BELOW_CONTEXT
-            for server in self._pool.rotation
-            if server.info.get("max_req_input_len")
-        ]
+        inputs = (server.info.get("max_req_input_len") for server in self._pool.rotation)
+        limits = [longest + BELOW_CONTEXT for longest in inputs if longest]
         if context := self._hf_config.get("max_position_embeddings"):
             limits.append(context)
         return min(limits, default=None)

@@ -173,8 +173,7 @@ class Run:
         flight = self._flights[request.rid] = Flight(server, request.rid, task, late_at, late_at + self._grace_s)
         server.running += 1
         try:
-            body = json.dumps(request.body()).encode()
-            answer = await server.ask("/generate", body, None)
+            answer = await server.ask("/generate", json.dumps(request.body()).encode(), None)
             # check it before other answers are decoded: many decoded answers at once keep the garbage collector busy
             piece = request.piece(answer)
             piece.server, piece.syncs = server.name, server.syncs

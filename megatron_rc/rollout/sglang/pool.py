@@ -132,7 +132,6 @@ class Pool:
             server.ask("/server_info", None, self._timeout_s), server.ask("/model_info", None, self._timeout_s)
         )
         if not isinstance(server.info, dict) or "weight_version" not in server.model:
-            raise ValueError(
-                f"{url} does not say its weight version; SGLang {SGLANG_WEIGHT_VERSION} or newer is needed"
-            )
+            needed = f"SGLang {SGLANG_WEIGHT_VERSION} or newer is needed"
+            raise ValueError(f"{url} does not say its weight version; {needed}")
         return server

@@ -40,9 +40,8 @@ class Delivery:
         if self._expected and name not in self._expected:
             raise ValueError(f"the update holds {name}, which the first one did not")
         if self._expected and tensor.shape != self._expected[name]:
-            raise ValueError(
-                f"the update holds {name} of shape {list(tensor.shape)}, the first one {list(self._expected[name])}"
-            )
+            shapes = f"{list(tensor.shape)}, the first one {list(self._expected[name])}"
+            raise ValueError(f"the update holds {name} of shape {shapes}")
         self.shapes[name] = tensor.shape
         # equal sums do not prove equal values, because changes may cancel
         self._sums.append(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64))
@@ -58,10 +57,8 @@ class Delivery:
         """
         missing = [name for name in self._expected if name not in self.shapes]
         if missing:
-            raise ValueError(
-                f"the update lacks {len(missing)} of the {len(self._expected)} tensors of the first one, such as "
-                f"{missing[0]}"
-            )
+            lacks = f"{len(missing)} of the {len(self._expected)} tensors of the first one"
+            raise ValueError(f"the update lacks {lacks}, such as {missing[0]}")
         if not self.shapes:
             raise ValueError("the update holds no tensor")
         return {name for name, value in self.sums().items() if self._sums_before.get(name, value) != value}
@@ -93,12 +90,8 @@ def not_taken(changed: Iterable[str], before: Checksums, after: Checksums) -> st
     """A sentence when a tensor of a server kept its old values although new ones were sent, else None."""
     sent = {server_name(name) for name in changed}
     # one rank's part of a tensor may stay equal while another rank's changes
-    new = {
-        name
-        for rank_before, rank_after in zip(before, after, strict=True)
-        for name, value in rank_after.items()
-        if rank_before.get(name) != value
-    }
+    ranks = zip(before, after, strict=True)
+    new = {name for old, now in ranks for name, value in now.items() if old.get(name) != value}
     same = sorted(name for name in sent - new if any(name in rank for rank in after))
     return f"{len(same)} of its tensors kept their old values, such as {same[0]}" if same else None
 

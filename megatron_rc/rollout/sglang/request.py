@@ -225,9 +225,8 @@ class Request:
         if not kept or not values:
             raise DamagedAnswer("missing_support", "no kept ids came back though top-p or top-k was active")
         if len(kept) != len(ids) or len(values) != len(ids):
-            raise DamagedAnswer(
-                "support_mismatch", f"{len(kept)} sets of kept ids and {len(values)} log-probs for {len(ids)} tokens"
-            )
+            came = f"{len(kept)} sets of kept ids and {len(values)} log-probs"
+            raise DamagedAnswer("support_mismatch", f"{came} for {len(ids)} tokens")
         for token, row in zip(ids, kept, strict=True):
             if set(map(type, row)) != {int}:
                 raise DamagedAnswer("bad_answer", "the kept ids of a token are not integers")
@@ -303,26 +302,18 @@ def missing_kept_ids(info: Mapping[str, Any], params: SamplingParams) -> tuple[s
     sampling, most = f"top_p={params.top_p} and top_k={params.top_k}", info.get("sampling_mask_max_tokens")
     without = "or set rollout.top_p=1 and rollout.top_k=-1"
     if most is None:
-        return (
-            f"{sampling} truncate, and this server cannot return kept ids",
-            f"Serve with SGLang {SGLANG_KEPT_IDS} or newer, {without}.",
-        )
+        fix = f"Serve with SGLang {SGLANG_KEPT_IDS} or newer, {without}."
+        return f"{sampling} truncate, and this server cannot return kept ids", fix
     algorithm = info.get("speculative_algorithm")
     if algorithm and "DFLASH" not in str(algorithm):
-        return (
-            f"{sampling} truncate, and the server returns no kept ids under speculative decoding ({algorithm})",
-            f"Start the server without --speculative-algorithm, {without}.",
-        )
+        fix = f"Start the server without --speculative-algorithm, {without}."
+        return f"{sampling} truncate, and the server returns no kept ids under speculative decoding ({algorithm})", fix
     if params.top_k == -1:
-        return (
-            f"top_p={params.top_p} with top_k=-1: the server returns kept ids only for a finite top_k",
-            f"Set rollout.top_k to a number from 2 to {most}, large enough that top_p decides.",
-        )
+        fix = f"Set rollout.top_k to a number from 2 to {most}, large enough that top_p decides."
+        return f"top_p={params.top_p} with top_k=-1: the server returns kept ids only for a finite top_k", fix
     if params.top_k > most:
-        return (
-            f"top_k={params.top_k} is more than the {most} kept ids that the server returns",
-            f"Start the server with --sampling-mask-max-tokens {params.top_k}, or lower rollout.top_k to {most}.",
-        )
+        fix = f"Start the server with --sampling-mask-max-tokens {params.top_k}, or lower rollout.top_k to {most}."
+        return f"top_k={params.top_k} is more than the {most} kept ids that the server returns", fix
     return None
 
 

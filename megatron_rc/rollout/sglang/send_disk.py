@@ -63,8 +63,7 @@ class DiskSync(Transport):
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             existing = next(path for path in (self._sync_dir, *self._sync_dir.parents) if path.exists())
-            free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB"
-            raise ValueError(
-                f"rollout.sglang.sync_dir={str(self._sync_dir)!r} cannot take the weights, {free} free: {error}"
-            ) from None
+            free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB free"
+            problem = f"rollout.sglang.sync_dir={str(self._sync_dir)!r} cannot take the weights"
+            raise ValueError(f"{problem}, {free}: {error}") from None
         return final

@@ -163,10 +163,8 @@ def _backend(servers: Sequence[Server]) -> str:
         return "gloo"
     if devices == {"cuda"} and torch.cuda.is_available():
         return "nccl"
-    raise ValueError(
-        f"weight_sync=distributed needs servers on CPUs, or servers and a trainer on CUDA devices; the servers run on "
-        f"{', '.join(sorted(devices))}"
-    )
+    needed = "servers on CPUs, or servers and a trainer on CUDA devices"
+    raise ValueError(f"weight_sync=distributed needs {needed}; the servers run on {', '.join(sorted(devices))}")
 
 
 def _join_group(store: dist.Store, name: str, world_size: int, backend: str, timeout_s: float) -> dist.ProcessGroup:

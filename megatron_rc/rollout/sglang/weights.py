@@ -55,8 +55,7 @@ def weight_sync(
 ) -> WeightSync:
     """The transport that ``settings`` name, for servers with this config.json, with nothing sent yet."""
     sender: type[Transport] = pkgutil.resolve_name(f"{__package__}.{TRANSPORTS[settings.weight_sync].sender}")
-    transport = sender(settings, hf_config)
-    return WeightSync(transport, hf_config, settings.timeout_s, probe)
+    return WeightSync(sender(settings, hf_config), hf_config, settings.timeout_s, probe)
 
 
 def update_servers(pool: Pool, sync: WeightSync, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -203,7 +202,6 @@ class _Update:
             difference = sum(abs(a - b) for a, b in zip(values, expected, strict=True)) / len(expected)
             # not >, so that NaN fails
             if not difference <= tolerance:
-                failures[url] = (
-                    f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:.2g}"
-                )
+                far = f"{difference:.2g} nats from {whose}, above {tolerance:.2g}"
+                failures[url] = f"the log-probs of its probe prompt are {far}"
         self.drop(failures)

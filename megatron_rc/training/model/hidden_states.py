@@ -50,14 +50,17 @@ def hidden_states(model: torch.nn.Module) -> Iterator[OutputHead | None]:
         yield None
         return
     layer: Any = gpt.output_layer
-    with_processor = "output_processor" in inspect.signature(gpt.forward).parameters
     check_product(gpt)
-    _check(gpt, layer, with_processor)
-    tied = gpt.share_embeddings_and_output_weights
-    weight = gpt.shared_embedding_or_output_weight() if tied else layer.weight
+    if "forward" in vars(layer) or "forward" in vars(gpt) or layer._forward_hooks:
+        raise ValueError("output_layer must have its own forward and no forward hooks: they would get hidden states")
+    mtp_layers = gpt.config.mtp_num_layers
+    if mtp_layers and "output_processor" not in inspect.signature(gpt.forward).parameters:
+        needed = "None with a megatron-core whose GPTModel takes no output_processor"
+        raise ValueError(f"mtp_num_layers must be {needed}, got {mtp_layers!r}")
+    weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else layer.weight
     replaced: list[tuple[Any, str, Any]]
     # multi-token prediction needs the logits of its own heads from the same layer
-    if gpt.config.mtp_num_layers:
+    if mtp_layers:
         replaced = [(gpt, "forward", partial(gpt.forward, output_processor=_answer))]
     else:
         # the layer is still called, because hooks before it must run: DDP waits for gathered parameters in one
@@ -97,14 +100,3 @@ def check_product(gpt: Any) -> None:
     for name in ("use_mup", "final_logit_softcapping", "defer_embedding_wgrad_compute"):
         if getattr(gpt.config, name, None):
             raise ValueError(f"{name} must be off with the fused head, got {getattr(gpt.config, name)!r}")
-
-
-def _check(gpt: Any, layer: Any, with_processor: bool) -> None:
-    config = gpt.config
-    if "forward" in vars(layer) or "forward" in vars(gpt) or layer._forward_hooks:
-        raise ValueError("output_layer must have its own forward and no forward hooks: they would get hidden states")
-    if config.mtp_num_layers and not with_processor:
-        raise ValueError(
-            "mtp_num_layers must be None with a megatron-core whose GPTModel takes no output_processor, got "
-            f"{config.mtp_num_layers!r}"
-        )

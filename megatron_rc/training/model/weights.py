@@ -31,9 +31,8 @@ def load_hf(model: Sequence[torch.nn.Module], hf_path: str | Path) -> None:
     Raises:
         ValueError: a missing, unexpected or differently shaped tensor, named with its file; the same on every rank.
     """
-    hf = _core(model[0]).hf_config
     with HfCheckpoint(Path(hf_path)) as checkpoint:
-        checkpoint.check([t for p in parameters(hf) for t in p.tensors])
+        checkpoint.check([t for p in parameters(_core(model[0]).hf_config) for t in p.tensors])
         _fill(model, checkpoint)
 
 

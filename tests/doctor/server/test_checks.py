@@ -96,8 +96,7 @@ OF_MODEL = [
     Defect("model-type", info(model_type="llama"), error="serves llama, qwen3_moe is trained", fix="--model-path"),
     Defect("vocabulary", model(vocab_size=41), error="41 on the server and 37 in the trainer", fix="--model-path"),
     Defect("vocabulary", doctor_facts.trained(task_vocab_size=50), error="tokenizer has 50 ids", fix="own tokenizer"),
-    Defect("tied-embeddings", model(tie_word_embeddings=True), error="tie_word_embeddings True (server)",
-           fix="--model-path"),
+    Defect("tied-embeddings", model(tie_word_embeddings=True), error="tie_word_embeddings True", fix="--model-path"),
     Defect("layer-shapes", model(num_hidden_layers=3, head_dim=8), error="num_hidden_layers 3 (server) and 2 (trainer)",
            fix="--model-path"),
     Defect("rotary-and-norm", model(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
@@ -189,9 +188,7 @@ def test_every_check_finds_a_defect(registry: str) -> None:
     assert found == {check.name for check in CHECKS[registry]}
 
 
-@pytest.mark.parametrize(
-    "name", [check.name for check in ANSWERS if check.name not in ("answer-accepted", "answer-kept-ids")]
-)
+@pytest.mark.parametrize("name", sorted({check.name for check in ANSWERS} - {"answer-accepted", "answer-kept-ids"}))
 def test_an_answer_that_is_damaged_elsewhere_leaves_a_check_undecided(name: str) -> None:
     finding = ANSWERS[name].run(answer("plain", prompt_tokens=5)(good()))
     assert (finding.status, finding.decided) == ("note", False)
@@ -256,9 +253,7 @@ UNDECIDED: list[tuple[str, doctor_facts.Change, str]] = [
 
 
 @pytest.mark.parametrize("case", [*HARMLESS, *UNDECIDED], ids=lambda case: case[0])
-def test_what_is_harmless_passes_and_what_cannot_be_decided_is_said(
-    case: tuple[str, doctor_facts.Change, str],
-) -> None:
+def test_what_is_harmless_passes_and_what_cannot_be_decided_is_said(case: tuple[str, doctor_facts.Change, str]) -> None:
     name, change, found = case
     seen = finding(name, change(good()))
     assert (seen.status, seen.decided) == (("good", True) if case in HARMLESS else ("note", False))
@@ -275,10 +270,7 @@ def test_no_check_fails_when_nothing_is_known(name: str) -> None:
 
 def test_without_a_trainer_only_what_the_server_alone_shows_is_judged() -> None:
     alone = Facts(server("bad_dense"))
-    assert {f.check: f.status for f in SGLANG.run(alone) if f.decided and f.status in ("error", "warning")} == {
-        "sampling-defaults": "error",
-        "temperature": "error",
-        "weight-version": "warning",
-        "exposure": "warning",
-    }
+    judged = [f for f in SGLANG.run(alone) if f.decided]
+    assert {f.check for f in judged if f.status == "error"} == {"sampling-defaults", "temperature"}
+    assert {f.check for f in judged if f.status == "warning"} == {"weight-version", "exposure"}
     assert finding("parallel-layout", Facts(flags(tp_size=4)(good()).server)).status == "note"

@@ -88,11 +88,9 @@ def test_a_server_started_with_harmful_flags_is_found_out(tmp_path: Path) -> Non
         config = job(tmp_path, server.url, {"hf_path": str(model)}, temperature=0.7, top_p=0.9, top_k=64)
         status, said, _ = run("doctor", "--config", config, "--json")
     assert status == ExitStatus.WRONG
-    found = statuses(said)
-    assert {name for name, s in found.items() if s == "error"} == {
-        "temperature", "kept-ids", "sampling-defaults", "routes",
-    }  # fmt: skip
-    assert {name for name, s in found.items() if s == "warning"} == {"weight-version", "exposure", "dtype"}
+    judged = {grade: {name for name, s in statuses(said).items() if s == grade} for grade in ("error", "warning")}
+    assert judged["error"] == {"temperature", "kept-ids", "sampling-defaults", "routes"}
+    assert judged["warning"] == {"weight-version", "exposure", "dtype"}
 
 
 def after(first: float, *others: float) -> list[float]:
@@ -122,10 +120,8 @@ def test_gaps_are_judged_by_their_growth_and_first_sync(noises: Sequence[float],
 
 
 def test_noise_around_a_level_is_not_growth() -> None:
-    rises = [
-        Course("tensor", [random.normal(0, 0.1, 1024) for _ in range(9)]).rise()
-        for random in map(np.random.default_rng, range(200))
-    ]
+    seeded = map(np.random.default_rng, range(200))
+    rises = [Course("tensor", [random.normal(0, 0.1, 1024) for _ in range(9)]).rise() for random in seeded]
     z = np.array([rise / error for rise, error in rises])
     assert abs(z.mean()) < 0.25 and 0.8 < z.std() < 1.25
 

@@ -13,6 +13,7 @@ from doctor_facts import server as recorded
 from faulty_answers import VOCABULARY, logprob_of
 from faulty_sglang import PROBE, FaultySglang
 from refusals import run
+from safetensors.torch import load_file, save_file
 from sglang_server import SglangServer, save_checkpoint, shared_server
 
 from megatron_rc.analyze.known import LEAST_FLOOR, read_floor
@@ -58,9 +59,8 @@ def probed(fake: FaultySglang, rescore=right) -> dict[str, Finding]:
 
 def test_three_sides_that_agree_are_fine(fake: FaultySglang) -> None:
     found = probed(fake)
-    assert {name: f.status for name, f in found.items()} == dict.fromkeys(
-        ("self-shift", "trainer-self-shift", "triangle", "temperature-sweep"), "good"
-    )
+    names = ("self-shift", "trainer-self-shift", "triangle", "temperature-sweep")
+    assert {name: f.status for name, f in found.items()} == dict.fromkeys(names, "good")
     assert f"{PROMPTS * RESPONSE_TOKENS} tokens" in found["triangle"].found and "100% equal" in found["triangle"].found
 
 
@@ -251,18 +251,15 @@ def test_an_incomparable_answer_is_no_verdict(fake: FaultySglang, path: str, wha
     assert (found.status, found.decided) == ("note", False) and why in found.found
 
 
-def test_a_server_that_is_gone_is_one_sentence(fake: FaultySglang) -> None:
-    fake.die()
-    with pytest.raises(ValueError, match="refuses connections"):
-        probed(fake)
-
-
-def test_a_connection_lost_once_is_tried_again_and_lost_twice_is_one_sentence(fake: FaultySglang) -> None:
+def test_a_connection_lost_once_is_tried_again_and_lost_twice_or_refused_is_one_sentence(fake: FaultySglang) -> None:
     fake.fail("/generate", lambda number, body: "reset" if number == 0 else None)
     fake.fail(PROBE, lambda number, body: "reset" if number == 1 else None)
     assert probed(fake)["triangle"].status == "good"
     fake.fail(PROBE, "reset")
     with pytest.raises(ValueError, match="lost the connection"):
+        probed(fake)
+    fake.die()
+    with pytest.raises(ValueError, match="refuses connections"):
         probed(fake)
 
 
@@ -287,8 +284,6 @@ def dense_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangSer
 
 def perturbed(model: str, folder: Path) -> Path:
     """The checkpoint with one tensor of its last layer multiplied by 8."""
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(Path(model) / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] *= 8
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

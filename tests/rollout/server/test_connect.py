@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,11 +158,7 @@ def test_the_only_server_restarted_with_old_weights_discards_every_response_then
 
 @pytest.mark.parametrize("failure", ["dies", "has other log-probs"])
 def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: str) -> None:
-    agreed: list[str | None] = []
-
-    def probe(prompt: list[int]) -> list[float]:
-        return probe_logprobs(weights_of(1), prompt)
-
+    agreed, probe = list[str | None](), partial(probe_logprobs, weights_of(1))
     with FaultySglang() as good, FaultySglang() as bad:
         urls = good.url, bad.url
         with (

@@ -96,14 +96,12 @@ def test_an_asynchronous_job_trains_every_sample_of_a_server_once_and_none_beyon
     batches = list(read_dump(tmp_path / "out/dump"))
     drew = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
     assert drew[0] == {0} and all(drew[step] <= {step - 1, step} for step in (1, 2, 3))
-    numbers = range(16 * 4)
-    assert [row["seed"] for batch in batches for row in batch] == [seed_of(1, "rollout", n) for n in numbers]
+    assert [row["seed"] for batch in batches for row in batch] == [seed_of(1, "rollout", n) for n in range(16 * 4)]
     ages = [step - min(versions) for step, versions in enumerate(drew)]
     assert [m["asynchronous/max_lag"] for m in steps] == ages and max(ages) == 1
     assert all(m["rollout/rejected"] == 0 and 0 <= m["asynchronous/engine_idle"] <= 1 for m in steps)
-    assert steps[0]["old/k3"] < 1e-8 and all(
-        (m["old/k3"] > 1e-8) == bool(age) for m, age in zip(steps, ages, strict=True)
-    )
+    assert steps[0]["old/k3"] < 1e-8
+    assert all((m["old/k3"] > 1e-8) == bool(age) for m, age in zip(steps, ages, strict=True))
 
 
 def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

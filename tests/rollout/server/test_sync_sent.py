@@ -25,6 +25,8 @@ from megatron_rc.rollout.sglang.weights import weight_sync
 from megatron_rc.settings.sglang import SGLangSettings
 
 ROOT = Path(__file__).parents[3]
+CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_weight_version", PROBE)
+PATH_GROUP = "/update_weights_from_distributed"
 
 
 def test_a_first_update_that_leaves_a_tensor_of_the_server_unfilled_is_refused(start, tmp_path):
@@ -70,8 +72,7 @@ def test_servers_of_before_the_bracket_and_the_checksum_are_updated_without_them
 def test_a_server_of_tensor_parallelism_gets_a_payload_a_rank_of_a_smaller_bucket(start, tmp_path):
     job, one = start("tensor", tmp_path, count=1, info={"tp_size": 2})
     job.update(1, version=1)
-    bodies = one.bodies[PATH["tensor"]]
-    assert holds(one, 1) and all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
+    assert holds(one, 1) and all(len(body["serialized_named_tensors"]) == 2 for body in one.bodies[PATH["tensor"]])
 
 
 @pytest.mark.parametrize(("dtype", "sent"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
@@ -151,9 +152,6 @@ def test_attention_that_alone_is_data_parallel_is_one_model(start, tmp_path):
     job, one = start("tensor", tmp_path, count=1, info={"dp_size": 2, "enable_dp_attention": True})
     job.update(1, version=1)
     assert holds(one, 1)
-
-
-CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_weight_version", PROBE)
 
 
 @pytest.mark.parametrize("fault", [500, "die", "hang"])
@@ -258,9 +256,6 @@ def test_a_session_left_open_by_a_trainer_that_died_is_closed_first(start, tmp_p
     one.session = True
     job.update(1, version=1)
     assert holds(one, 1) and not one.session
-
-
-PATH_GROUP = "/update_weights_from_distributed"
 
 
 def tell(url: str, path: str, body: Any = None) -> Any:

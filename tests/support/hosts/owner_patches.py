@@ -149,14 +149,12 @@ def verl(patched: bool) -> dict[str, Any]:
         return ran[0]
 
     everything: dict[str, Any] = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
-    found: dict[str, Any] = {
-        "off": {
-            "none": update(), "bypass": update(bypass_mode=True, loss_type="ppo_clip"),
-            "gspo": update("gspo", bypass_mode=True), "three policies": update(**everything, bypass_mode=False),
-            "weighed": {name: weighed(name) for name in core_algos.POLICY_LOSS_REGISTRY},
-            "program": [program(), program(bypass_mode=True), program(**everything, bypass_mode=False)],
-        }
-    }  # fmt: skip
+    found: dict[str, Any] = {"off": {
+        "none": update(), "bypass": update(bypass_mode=True, loss_type="ppo_clip"),
+        "gspo": update("gspo", bypass_mode=True), "three policies": update(**everything, bypass_mode=False),
+        "weighed": {name: weighed(name) for name in core_algos.POLICY_LOSS_REGISTRY},
+        "program": [program(), program(bypass_mode=True), program(**everything, bypass_mode=False)],
+    }}  # fmt: skip
     if patched:
         on: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
         found["on"] = {
@@ -242,12 +240,10 @@ def slime(patched: bool) -> dict[str, Any]:
             train_metric_utils.log_rollout_data(0, Namespace(**quiet), {**sent, "total_lengths": [3, 3]})
         return [*sorted(sent), *sorted(logged)]
 
-    found: dict[str, Any] = {
-        "off": {
-            **{str(hook): update(hook) for hook in (None, "plain_hook", "open_hook")}, "others": SEEN["others"],
-            "shipped": [shipped(None, [["1"], ["2", "3"]]), shipped("a.hook", [[], []])],
-        }
-    }  # fmt: skip
+    found: dict[str, Any] = {"off": {
+        **{str(hook): update(hook) for hook in (None, "plain_hook", "open_hook")}, "others": SEEN["others"],
+        "shipped": [shipped(None, [["1"], ["2", "3"]]), shipped("a.hook", [[], []])],
+    }}  # fmt: skip
     if patched:
         update("asking_hook", weight_versions=None)
         versions = [SEEN["versions"]]
@@ -288,20 +284,16 @@ def megatron_lm(patched: bool) -> dict[str, Any]:
 
     def packed(rows: list[Tensor] | Tensor) -> Any:
         """One sequence per bin."""
-        info: Any = SimpleNamespace(
-            bin_seq_indices=[[0], [1], [2], [3]], seq_starts=[[0]] * 4, seq_lengths=[10, 10, 10, 10]
-        )
+        info: Any = SimpleNamespace(bin_seq_indices=[[0], [1], [2], [3]], seq_starts=[[0]] * 4, seq_lengths=[10] * 4)
         placed, filled = sequence_packing_utils.pack_inference_logprobs(rows, info, generated, 10)
         stats = SimpleNamespace()
         sequence_packing_utils.compute_packed_inference_logprobs_stats(data["train"], placed, generated, stats, filled)
         return placed, vars(stats)
 
-    found: dict[str, Any] = {
-        "off": {
-            "loss": loss(data["rollout"]), "uncorrected": loss(None), "aligned": statistics(), "packed": packed(short),
-            "truncated": loss(data["rollout"], is_truncation_coef=1.2),
-        }
-    }  # fmt: skip
+    found: dict[str, Any] = {"off": {
+        "loss": loss(data["rollout"]), "uncorrected": loss(None), "aligned": statistics(), "packed": packed(short),
+        "truncated": loss(data["rollout"], is_truncation_coef=1.2),
+    }}  # fmt: skip
     if patched:
         bounds: dict[str, Any] = {"kl_beta": 0.0, "is_bounds": [0.5, 2.0]}
         rows = [torch.nn.functional.pad(row, (0, 9 - len(row)), value=torch.nan) for row in short]

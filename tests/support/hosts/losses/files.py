@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -13,25 +13,12 @@ HERE = Path(__file__).parent
 REPOSITORY = Path(__file__).parents[4]
 PAGE = (REPOSITORY / "docs/hosts/losses.md").read_text()
 PYTHON = "LOSS_HOSTS_PYTHON"
-
-
-class Tree(NamedTuple):
-    """A source tree of a host."""
-
-    variable: str
-    """The variable that names it."""
-    url: str
-    commit: str
-    folders: tuple[str, ...]
-    """What goes on PYTHONPATH."""
-
-
-_OF_PRIME_RL = ("src", "packages/prime-rl-configs/src")
 TREES = {
-    "prime_rl": Tree("PRIME_RL_DIR", "https://github.com/PrimeIntellect-ai/prime-rl", "559b44772e47", _OF_PRIME_RL),
-    "skyrl": Tree("SKYRL_DIR", "https://github.com/NovaSky-AI/SkyRL", "a9564572eb8e", (".", "skyrl-gym")),
-    "trl": Tree("TRL_DIR", "https://github.com/huggingface/trl", "f2cd57710ae3", (".",)),
+    "prime_rl": ("PRIME_RL_DIR", "PrimeIntellect-ai/prime-rl", "559b44772e47", "src packages/prime-rl-configs/src"),
+    "skyrl": ("SKYRL_DIR", "NovaSky-AI/SkyRL", "a9564572eb8e", ". skyrl-gym"),
+    "trl": ("TRL_DIR", "huggingface/trl", "f2cd57710ae3", "."),
 }
+"""Host -> the variable that names its source tree, repository on GitHub, commit, and what goes on PYTHONPATH."""
 
 
 def text(name: str) -> str:
@@ -42,20 +29,19 @@ def text(name: str) -> str:
 
 def answers(host: str, folder: Path) -> dict[str, Any]:
     """What the job of a host, HOST_job.py, printed next to its tree; the file of the page lies in ``folder``."""
-    tree, python = TREES[host], os.environ.get(PYTHON)
-    root = os.environ.get(tree.variable)
+    variable, repository, commit, folders = TREES[host]
+    root, python = os.environ.get(variable), os.environ.get(PYTHON)
     if not (root and python):
         pytest.skip(
-            f"{tree.variable} and {PYTHON} must name a tree and an interpreter: git clone {tree.url} && git -C "
-            f"{Path(tree.url).name} checkout {tree.commit}; python3.12 -m venv own && own/bin/pip install -r "
+            f"{variable} and {PYTHON} must name a tree and an interpreter: git clone https://github.com/{repository} "
+            f"&& git -C {Path(repository).name} checkout {commit}; python3.12 -m venv own && own/bin/pip install -r "
             f"{(HERE / 'requirements.txt').relative_to(REPOSITORY)}"
         )
     for name in re.findall(r"```python\n# (\w+\.py)\n", PAGE):
         (folder / name).write_text(text(name))
-    path = [folder, *(Path(root, each) for each in tree.folders), REPOSITORY, REPOSITORY / "tests/support"]
+    path = [folder, *(Path(root, each) for each in folders.split()), REPOSITORY, REPOSITORY / "tests/support"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "WANDB_MODE": "disabled"}
     command = [python, "-W", "ignore", str(HERE / f"{host}_job.py")]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.rpartition("ANSWER")[2])
-    return found
+    return json.loads(done.stdout.rpartition("ANSWER")[2])

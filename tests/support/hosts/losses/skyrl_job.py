@@ -11,16 +11,12 @@ from skyrl.train.config import AlgorithmConfig
 from megatron_rc import RolloutCorrection
 
 GATE = {"statistic": "ratio", "level": "sequence", "reduce": "mean", "lower": 0.9, "upper": 1.1}
+MASK = RolloutCorrection.from_dict({"reject": [GATE]})
+SEQUENCE = RolloutCorrection.from_dict({"weight": {"level": "sequence", "upper": 1.5}})
 CASES: dict[str, tuple[dict[str, Any], RolloutCorrection]] = {
     "token": ({"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}, rc_skyrl.RULE),
-    "sequence": (
-        {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5},
-        RolloutCorrection.from_dict({"weight": {"level": "sequence", "upper": 1.5}}),
-    ),
-    "geometric mask": (
-        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
-        RolloutCorrection.from_dict({"reject": [GATE]}),
-    ),
+    "sequence": ({"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5}, SEQUENCE),
+    "geometric mask": ({"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1}, MASK),
     "none": ({}, RolloutCorrection.preset("none")),
 }
 

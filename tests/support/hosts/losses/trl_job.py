@@ -62,14 +62,10 @@ def steps(kind: type[GRPOTrainer], correction: RolloutCorrection | None = None, 
     batch = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     run = {"max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "seed": 1}
     rest = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0, "disable_tqdm": True, "loss_type": "dapo"}
-    trainer = kind(
-        model=model(),
-        reward_funcs=reward,
-        args=GRPOConfig(output_dir=mkdtemp(), **cpu, **batch, **run, **rest, **options),
-        train_dataset=Dataset.from_dict({"prompt": ["c d", "e", "f g h", "a b"]}),
-        processing_class=tokenizer(),
-        rollout_func=sample,
-    )
+    args = GRPOConfig(output_dir=mkdtemp(), **cpu, **batch, **run, **rest, **options)
+    prompts = Dataset.from_dict({"prompt": ["c d", "e", "f g h", "a b"]})
+    made = {"model": model(), "processing_class": tokenizer(), "train_dataset": prompts}
+    trainer = kind(args=args, reward_funcs=reward, rollout_func=sample, **made)
     # what use_vllm=True sets, without its engine
     trainer.use_vllm = True
     trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
@@ -82,15 +78,12 @@ def steps(kind: type[GRPOTrainer], correction: RolloutCorrection | None = None, 
 
 
 def main() -> None:
-    def own(mode: str, bound: float) -> dict[str, Any]:
-        names = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": bound}
-        return steps(GRPOTrainer, **names)
-
+    mode, bound = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
     sequences = RolloutCorrection.from_dict({"weight": {"level": "sequence", "upper": 1.2}})
     found = {
-        "own token": own("token_truncate", 2.0),
+        "own token": steps(GRPOTrainer, **{mode: "token_truncate", bound: 2.0}),
         "ours token": steps(CorrectedGRPOTrainer),
-        "own sequence": own("sequence_truncate", 1.2),
+        "own sequence": steps(GRPOTrainer, **{mode: "sequence_truncate", bound: 1.2}),
         "ours sequence": steps(CorrectedGRPOTrainer, sequences),
         "own none": steps(GRPOTrainer, vllm_importance_sampling_correction=False),
         "ours none": steps(CorrectedGRPOTrainer, RolloutCorrection.preset("none")),

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hosts.megatron_lm import sources
@@ -40,14 +39,6 @@ WITH_ENGINE = shlex.split("""
 """)
 
 
-class Run(NamedTuple):
-    """What a run left behind."""
-
-    scalars: dict[str, list[float]]
-    """Name -> value of every step, from the host's own tensorboard file."""
-    output: str
-
-
 def environment_of(*trees: Path) -> dict[str, str]:
     """Variables of a process on CPU that imports these source trees, the stand-ins and this package."""
     path = os.pathsep.join(map(str, (ON_CPU, *trees, REPOSITORY)))
@@ -62,8 +53,11 @@ def alone(*trees: Path, port: int) -> dict[str, str]:
     return {**kept, **rank}
 
 
-def run(folder: Path, patch: list[str]) -> Run:
-    """Three steps of train_rl.py in bf16, patched with these options; skips where a tree or its Python is missing."""
+def run(folder: Path, patch: list[str]) -> tuple[dict[str, list[float]], str]:
+    """Three steps of train_rl.py in bf16, patched with these options; skips where a tree or its Python is missing.
+
+    Returns name -> value of every step, from the host's own tensorboard file, and the output.
+    """
     python = os.environ.get("MEGATRON_LM_PYTHON", sys.executable if sys.version_info >= (3, 12) else "")
     if not (sources.named() and python):
         pytest.skip(HOW)
@@ -84,4 +78,4 @@ def run(folder: Path, patch: list[str]) -> Run:
     assert done.returncode == 0, text[-4000:]
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return Run({name: [e.value for e in events.Scalars(name)] for name in events.Tags()["scalars"]}, text)
+    return {name: [e.value for e in events.Scalars(name)] for name in events.Tags()["scalars"]}, text

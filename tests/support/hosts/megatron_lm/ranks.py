@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,16 +128,8 @@ def weights_by_epoch(
     return found
 
 
-class Logprobs(NamedTuple):
-    """Log-probs of one host function, with the gradient of the model and the gathers that they took."""
-
-    logprobs: Tensor
-    gradient: Tensor
-    gathers: int
-
-
-def logprobs(folder: Path, temperature: float) -> dict[str, Logprobs]:
-    """The log-probs of the host's own function ("host") and of ours ("patched")."""
+def logprobs(folder: Path, temperature: float) -> dict[str, SimpleNamespace]:
+    """Log-probs of the host's own function ("host") and ours ("patched"), the model's gradient, gathers they took."""
     tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))
     upstream = torch.randn(3, WIDTH - 1, generator=torch.Generator().manual_seed(8))
     found = {}
@@ -152,7 +144,8 @@ def logprobs(folder: Path, temperature: float) -> dict[str, Logprobs]:
             values.backward(upstream)
             if name == "patched":
                 dist.all_reduce(model.table.grad)
-            found[name] = Logprobs(values.detach(), model.table.grad, model.gathers)
+            gradient, gathers = model.table.grad, model.gathers
+            found[name] = SimpleNamespace(logprobs=values.detach(), gradient=gradient, gathers=gathers)
     return found
 
 

@@ -67,13 +67,10 @@ def rollouts(groups: int, size: int, seed: int, case: Case) -> list[RolloutGroup
         tokens = torch.randint(EOD + 1, VOCABULARY, (PROMPT + length - 1,), generator=draw).tolist()
         logprobs = (torch.randn(length, generator=draw) * 0.3 - 3.4).tolist()
         return TokenRollout(
-            trajectory=[[*tokens, EOD]],
-            reward=float(torch.rand((), generator=draw)),
-            generation_mask=[[False] * PROMPT + [True] * length],
-            logprobs=[logprobs[: length - case.missing]],
-            env_id="arithmetic",
-            completion_ids=[f"{seed}/{next(numbers)}"] if case.stale else [],
-        )
+            trajectory=[[*tokens, EOD]], generation_mask=[[False] * PROMPT + [True] * length],
+            logprobs=[logprobs[: length - case.missing]], reward=float(torch.rand((), generator=draw)),
+            env_id="arithmetic", completion_ids=[f"{seed}/{next(numbers)}"] if case.stale else [],
+        )  # fmt: skip
 
     return [RolloutGroup(rollouts=[one() for _ in range(size)]) for _ in range(groups)]
 
@@ -83,10 +80,7 @@ def ledger(answers: list[RolloutGroup], iteration: int) -> dict[str, Any]:
     names = [name for group in answers for answer in group for name in answer.completion_ids]
     of_stale = [(0, iteration - 2), (PROMPT + 1, iteration - 1)]
     epochs = {name: [(0, iteration)] if number % 2 else of_stale for number, name in enumerate(names)}
-    return {
-        name: SimpleNamespace(policy_epoch=epoch, kv_cache_epoch=epoch, num_evictions=0)
-        for name, epoch in epochs.items()
-    }
+    return {name: SimpleNamespace(policy_epoch=at, kv_cache_epoch=at, num_evictions=0) for name, at in epochs.items()}
 
 
 def start() -> Any:
@@ -146,10 +140,8 @@ def train(args: Any, case: Case) -> dict[str, Any]:
                 sequence_packing=args.rl_use_sequence_packing, is_correction=args.rl_inference_logprobs_is_correction,
                 buffered_rollouts=iterator,
             )  # fmt: skip
-        log, *_, grad_norm, _, _ = training.train_step(
-            forward_step, iterator, model, optimizer, scheduler, config,
-            get_forward_backward_func(), iteration=iteration,
-        )  # fmt: skip
+        given = (forward_step, iterator, model, optimizer, scheduler, config, get_forward_backward_func())
+        log, *_, grad_norm, _, _ = training.train_step(*given, iteration=iteration)
         rate = max(group["lr"] for group in optimizer.param_groups)
         steps.append({"log": {k: float(v) for k, v in log.items()}, "grad_norm": float(grad_norm), "lr": rate})
     return {"steps": steps, "weights": [float(parameter.double().norm()) for parameter in model[0].parameters()]}

@@ -53,14 +53,12 @@ def cut_out(root: Path, into: Path) -> Path:
         path = Path(*name.split(".")).with_suffix(".py")
         wanted = {symbol.name for symbol in HOST.symbols if symbol.module == name} | set(ALSO.get(name, ()))
         source = (root / path).read_text()
-        parts = [
-            ast.get_source_segment(source, node)
-            for node in ast.parse(source).body
-            if isinstance(node, ast.FunctionDef) and node.name in wanted
-        ]
-        assert len(parts) == len(wanted), f"{wanted} of {path}"
+        functions = [node for node in ast.parse(source).body if getattr(node, "name", None) in wanted]
+        assert len(functions) == len(wanted), f"{wanted} of {path}"
         (into / path).parent.mkdir(parents=True, exist_ok=True)
-        (into / path).write_text("\n\n".join([PREAMBLE, *filter(None, parts)]))
+        # without decorators
+        parts = [str(ast.get_source_segment(source, node)) for node in functions]
+        (into / path).write_text("\n\n".join([PREAMBLE, *parts]))
     for copied in ("megatron/training/global_vars.py", "megatron/training/__init__.py", "megatron/rl/__init__.py"):
         (into / copied).write_text((STUB / copied).read_text())
     (into / "train_rl.py").write_text((STUB / "train_rl.py").read_text())

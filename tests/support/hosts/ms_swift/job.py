@@ -39,13 +39,8 @@ def batch(corrupt: bool = False) -> dict[str, torch.Tensor]:
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(BATCH, LENGTH)
     if corrupt:
         rollout[0, 1] = torch.nan
-    return {
-        "old": old.clamp(max=0),
-        "rollout": rollout,
-        "current": current.clamp(max=0),
-        "mask": mask,
-        "advantages": advantages,
-    }
+    policies = {"old": old.clamp(max=0), "rollout": rollout, "current": current.clamp(max=0)}
+    return {**policies, "mask": mask, "advantages": advantages}
 
 
 def trainer(module: Any, mode: str | None, loss_type: str = "grpo") -> Any:

@@ -66,14 +66,10 @@ def rollout(seed: int = 0, rows: int = 6, columns: int = 14) -> tuple[dict[str, 
     sample_mask = torch.ones(rows)
     sample_mask[-1] = 0
     prev = -normal().abs() - 0.1 - LOWERED
-    data = {
-        "prev_logprobs": prev,
-        "generation_logprobs": torch.where(mask > 0, prev - torch.linspace(0.05, 0.6, rows)[:, None] * normal(), 0),
-        "reference_policy_logprobs": prev + 0.1 * normal(),
-        "advantages": normal()[:, :1].expand(rows, columns).contiguous(),
-        "token_mask": mask,
-        "sample_mask": sample_mask,
-    }
+    sampled = torch.where(mask > 0, prev - torch.linspace(0.05, 0.6, rows)[:, None] * normal(), 0)
+    data = {"prev_logprobs": prev, "generation_logprobs": sampled, "reference_policy_logprobs": prev + 0.1 * normal()}
+    data |= {"token_mask": mask, "sample_mask": sample_mask}
+    data["advantages"] = normal()[:, :1].expand(rows, columns).contiguous()
     return data, (prev + 0.2 * normal())[:, 1:]
 
 

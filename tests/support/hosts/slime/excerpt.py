@@ -8,22 +8,23 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
 from hosts.slime.cases import Case, batch_of, hosts_own
+
+from megatron_rc.integrations import slime
 
 YAML = {"correction": "token-tis", "lr_rule": {"rule": "length_decay", "decay_period": 2}}
 
 
 def first_steps(rank: int, host: str) -> list[dict[str, float]]:
     """What the host's policy_loss_function reports in the first steps of three rollouts, in a process of its own."""
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from megatron_rc.integrations import slime
-
     parallel_state.initialize_model_parallel()
     module = sources.modules(host)
     module.set_up()
@@ -48,8 +49,6 @@ def first_steps(rank: int, host: str) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    import torch.distributed as dist
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for step, log in enumerate(first_steps(0, sys.argv[1])):

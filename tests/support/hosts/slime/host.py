@@ -91,12 +91,12 @@ class Rollout:
         )  # fmt: skip
 
     def held(self, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:
-        """Per sample, the response tokens whose logits a context-parallel rank holds."""
-        samples = zip(self.prompts, self.totals, strict=True)
-        return [
-            torch.tensor(held(prompt, total, padded or total, cp_rank, cp_size), dtype=torch.int64)
-            for prompt, total in samples
-        ]
+        """Per sample, the response tokens whose logits a context-parallel rank holds: t is predicted at row t - 1."""
+        here = []
+        for prompt, total in zip(self.prompts, self.totals, strict=True):
+            rows = positions(padded or total, cp_rank, cp_size)
+            here.append(torch.tensor([p + 1 - prompt for p in rows if prompt - 1 <= p < total - 1], dtype=torch.int64))
+        return here
 
     def on_rank(self, values: Tensor, cp_rank: int, cp_size: int, padded: int | None = None) -> Tensor:
         """The part of one value per response token that a context-parallel rank holds."""
@@ -147,11 +147,6 @@ def positions(length: int, cp_rank: int, cp_size: int) -> list[int]:
     chunk = -(-length // (2 * cp_size))
     mine = {cp_rank: 0, 2 * cp_size - 1 - cp_rank: 1}
     return sorted([p for p in range(2 * cp_size * chunk) if p // chunk in mine], key=lambda p: (mine[p // chunk], p))
-
-
-def held(prompt: int, total: int, length: int, cp_rank: int, cp_size: int) -> list[int]:
-    """Response tokens, counted from 0, whose logits this rank holds: token t is predicted at position t - 1."""
-    return [p + 1 - prompt for p in positions(length, cp_rank, cp_size) if prompt - 1 <= p < total - 1]
 
 
 def micro_batch(whole: Rollout, cp_rank: int = 0, cp_size: int = 1, padded: int | None = None) -> dict[str, Any]:

@@ -18,14 +18,12 @@ from hosts.slime.host import positions
 from torch import Tensor
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 5), 2, 6
-NUM_LAYERS = 7
 MICRO_BATCHES = [[2, 0], [3, 1]]
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def module_of(name: str, path: Path) -> Any:
     spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -53,7 +51,7 @@ class Router(torch.nn.Module):
     def __init__(self, top_k: TopK, sequence_parallel: bool) -> None:
         super().__init__()
         self.top_k, self.routing_type = top_k, "aux_loss"
-        sizes = {"num_layers": NUM_LAYERS, "moe_router_topk": TOP_K, "num_moe_experts": EXPERTS}
+        sizes = {"num_layers": 7, "moe_router_topk": TOP_K, "num_moe_experts": EXPERTS}
         self.config = Namespace(moe_router_fusion=False, sequence_parallel=sequence_parallel, **sizes)
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +111,8 @@ class Rows:
     def replays(self) -> dict[int, list[Tensor]]:
         """Layer -> the sampler's experts of every micro-batch."""
         samples = chosen(REPLAYED)
-        return {
-            layer: [self.of(samples, batch)[:, column] for batch in MICRO_BATCHES]
-            for column, layer in enumerate(LAYERS)
-        }
+        used = [self.of(samples, batch) for batch in MICRO_BATCHES]
+        return {layer: [rows[:, column] for rows in used] for column, layer in enumerate(LAYERS)}
 
 
 def _plain(scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None) -> tuple[Tensor, Tensor]:

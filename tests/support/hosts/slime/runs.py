@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -18,6 +20,9 @@ sys.path.append(str(Path(__file__).parents[2]))
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
 from hosts.slime.host import VOCAB, given_to_tis, positions
+
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime.tokens import LENGTHS
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PADDED = 13
@@ -40,10 +45,6 @@ def golden() -> dict[str, dict[str, Any]]:
 
 def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
     """(host or "ours", layout, case) -> result, on every rank of a world of two."""
-    from megatron.core import parallel_state
-
-    from megatron_rc.integrations.slime import loss
-
     real = {host: sources.modules(host) for host in sources.VARIABLES if sources.folder(host)}
     results = {}
     for layout, sizes in LAYOUTS.items():
@@ -60,17 +61,15 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                 changes = {"context_parallel_size": cp, "qkv_format": "bshd" if padded else "thd"}
                 per_token = "calculate_per_token_loss" in case.both
                 reduce = whole().sum_of_sample_mean(cp_rank, cp, per_token=per_token, padded=padded)
-                results["ours", label, name] = differentiated(loss, ours(case, **changes), batch, reduce, shard)
+                results["ours", label, name] = differentiated(slime.loss, ours(case, **changes), batch, reduce, shard)
                 for host, module in real.items():
                     if host == "miles" or not padded:
                         args = hosts_own(case, host, **changes)
                         reduce = module.reducer(batch, args)
                         results[host, label, name] = differentiated(module.policy_loss, args, batch, reduce, shard)
         results["hooks", layout, ""] = {**_units(cp_rank, cp), **_whole_rollouts(rank, layout, cp_rank, cp)}
-        results["hooks", f"{layout} padded", ""] = {
-            **_units(cp_rank, cp, PADDED),
-            "length": _length_of_micro_batches(rank, layout),
-        }
+        of_padded = results["hooks", f"{layout} padded", ""] = _units(cp_rank, cp, PADDED)
+        of_padded["length"] = _length_of_micro_batches(rank, layout)
         parallel_state.destroy_model_parallel()
     return results
 
@@ -85,8 +84,6 @@ BATCH_MEAN = {"preset": "token-tis", "normalize": "batch"}
 
 def _units(cp_rank: int, cp_size: int, padded: int | None = None) -> dict[str, Any]:
     """The weights that tis gives to sequences and turns, in the layout of slime, or padded in that of miles."""
-    from megatron_rc.integrations import slime
-
     found: dict[str, Any] = {}
     for name, correction in UNITS.items():
         batch = batch_of(Case(), cp_rank, cp_size, padded)
@@ -99,8 +96,6 @@ def _units(cp_rank: int, cp_size: int, padded: int | None = None) -> dict[str, A
 
 def _length_of_micro_batches(rank: int, layout: str) -> Any:
     """What the rule of the learning rate reads on miles, whose hooks see micro-batches alone."""
-    from megatron_rc.integrations.slime.tokens import LENGTHS
-
     if layout == "dp2":
         LENGTHS.take(0, torch.device("cpu"))
         LENGTHS.record([10, 20] if rank == 0 else [60])
@@ -109,9 +104,6 @@ def _length_of_micro_batches(rank: int, layout: str) -> Any:
 
 def _whole_rollouts(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]:
     """rollout_data on this rank's half of the samples under dp2; a mean length."""
-    from megatron_rc.integrations import slime
-    from megatron_rc.integrations.slime.tokens import LENGTHS
-
     found: dict[str, Any] = {}
     half = slice(2 * rank, 2 * rank + 2) if layout == "dp2" else slice(None)
     data = {key: value[half] for key, value in batch_of(Case(), cp_rank, cp_size).items() if isinstance(value, list)}
@@ -144,16 +136,13 @@ def whole_gradient(layout: str, case: Case, ranks: list[Tensor]) -> Tensor:
 
 
 def _record() -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    slime = sources.modules("slime")
+    host = sources.modules("slime")
     found = {}
     for name, case in CASES.items():
         args, batch = hosts_own(case, "slime"), batch_of(case)
-        run = differentiated(slime.policy_loss, args, batch, slime.reducer(batch, args), slice(None))
+        run = differentiated(host.policy_loss, args, batch, host.reducer(batch, args), slice(None))
         found[name] = {**run, "gradient": [[[round(x, 9) for x in row] for row in g] for g in run["gradient"].tolist()]}
     GOLDEN.write_text(json.dumps(found) + "\n")
 

@@ -41,22 +41,16 @@ def rollout(number: int) -> dict[str, Any]:
     """Train data of a rollout as slime hands it to one data-parallel rank: two micro-batches of two responses."""
     draw = torch.Generator().manual_seed(number)
     lengths = torch.randint(3, 9, (RESPONSES,), generator=draw).tolist()
-    masks = [torch.ones(length, dtype=torch.int) for length in lengths]
     return {
         "tokens": [torch.randint(3, VOCABULARY, (PROMPT + length,), generator=draw) for length in lengths],
-        "loss_masks": masks,
-        "response_lengths": lengths,
-        "total_lengths": [PROMPT + length for length in lengths],
-        "rewards": torch.randn(RESPONSES, generator=draw).tolist(),
-        "raw_reward": [0.0] * RESPONSES,
-        "truncated": [0] * RESPONSES,
+        "rewards": torch.randn(RESPONSES, generator=draw).tolist(), "raw_reward": [0.0] * RESPONSES,
         "rollout_log_probs": [torch.randn(length, generator=draw) * 0.3 - 3.4 for length in lengths],
-        "rollout_mask_sums": torch.tensor([float(mask.sum()) for mask in masks]),
-        "partition": list(range(RESPONSES)),
-        "micro_batch_indices": [[0, 1], [2, 3]],
-        "num_microbatches": [2],
-        "global_batch_sizes": [RESPONSES],
-    }
+        "response_lengths": lengths, "total_lengths": [PROMPT + length for length in lengths],
+        "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
+        "rollout_mask_sums": torch.tensor(lengths).float(), "truncated": [0] * RESPONSES,
+        "partition": list(range(RESPONSES)), "global_batch_sizes": [RESPONSES],
+        "micro_batch_indices": [[0, 1], [2, 3]], "num_microbatches": [2],
+    }  # fmt: skip
 
 
 def started() -> Any:
@@ -74,9 +68,8 @@ def started() -> Any:
     made.weights_backuper = TensorBackuper.create(lambda: made.model[0].named_parameters(), single_tag=None)
     made.weights_backuper.backup("actor")
     made._active_model_tag = "actor"
-    made.rollout_data_postprocess = None
-    if args.rollout_data_postprocess_path is not None:
-        made.rollout_data_postprocess = load_function(args.rollout_data_postprocess_path)
+    path = args.rollout_data_postprocess_path
+    made.rollout_data_postprocess = None if path is None else load_function(path)
     made.prof = SimpleNamespace(step=lambda rollout_id: None)
     made.weight_updater = SimpleNamespace(pop_metrics=dict)
     return made

@@ -95,10 +95,8 @@ def prepare_data_for_update(
         sampled = _pad_nonnull_with_zeros(sampled, width)
         packing = _state.packing_context = pack(tokens, generated, lengths, advantages, tokenizer.bins)
         tokens = packing.packed_trajs
-    old = compute_logprobs_batch(
-        model[0], tokens, None, packing, len(tokens), width, 1, None, tokens.new_zeros((), dtype=model[0].dtype).dtype,
-        None, is_correction,
-    )  # fmt: skip
+    given = (model[0], tokens, None, packing, len(tokens), width, 1, None, model[0].dtype, None)
+    old = compute_logprobs_batch(*given, is_correction)
     if packing is not None:
         packing.old_logprobs = packing.ref_logprobs = old
         packed, _ = pack_inference_logprobs(sampled, packing.packing_info, generated, width)

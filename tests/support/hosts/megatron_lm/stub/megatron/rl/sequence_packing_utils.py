@@ -24,13 +24,9 @@ def pack_inference_logprobs(
 
 def load_packed_data_by_index(bin_idx: int, packing_context: Any, logprobs_is_correction: bool) -> tuple[Any, ...]:
     one, info = slice(bin_idx, bin_idx + 1), packing_context.packing_info
-    old, reference, sampled = (
-        None if values is None else values[one]
-        for values in (
-            getattr(packing_context, name, None)
-            for name in ("old_logprobs", "ref_logprobs", "packed_inference_logprobs")
-        )
-    )
+    names = ("old_logprobs", "ref_logprobs", "packed_inference_logprobs")
+    known = (getattr(packing_context, name, None) for name in names)
+    old, reference, sampled = (None if values is None else values[one] for values in known)
     members = info.bin_seq_indices[bin_idx]
     tokens, mask = packing_context.packed_trajs[one], packing_context.packed_loss_mask[one, 1:]
     places = info.seq_starts[bin_idx], [info.seq_lengths[i] for i in members], members
@@ -51,9 +47,6 @@ def pack(tokens: Tensor, generated: Tensor, lengths: list[int], advantages: Tens
             at += lengths[sequence]
         # the end of the last one closes the list, unless the bin is empty
         starts[row] += [at] if sequences else []
-    return SimpleNamespace(
-        packing_info=SimpleNamespace(bin_seq_indices=bins, seq_starts=starts, seq_lengths=lengths),
-        packed_trajs=packed_tokens,
-        packed_loss_mask=mask,
-        bin_advantages=[advantages[sequences] if sequences else torch.tensor([]) for sequences in bins],
-    )
+    info = SimpleNamespace(bin_seq_indices=bins, seq_starts=starts, seq_lengths=lengths)
+    shares = [advantages[sequences] if sequences else torch.tensor([]) for sequences in bins]
+    return SimpleNamespace(packing_info=info, packed_trajs=packed_tokens, packed_loss_mask=mask, bin_advantages=shares)
