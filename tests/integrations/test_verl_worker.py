@@ -149,7 +149,7 @@ def test_undo_takes_the_rule_off_a_scheduler_that_lives_on() -> None:
         engine = Engine()
         rates(worker(engine), [batch_of(3)])
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.99e-3)
-    assert "megatron_rc_length_decay" not in engine.lr_scheduler.state_dict()
+    assert "megatron_rc_lr_rule" not in engine.lr_scheduler.state_dict()
 
 
 def test_a_critic_keeps_its_learning_rate() -> None:
