@@ -97,7 +97,8 @@ class SamplingParams:
     hidden: HiddenSampling | None = None
     """A fault made on purpose, of the embedded engine alone; None in every honest sampler."""
     top_logprobs: int = 0
-    """Most probable ids per token that come back with their log-probs; 0 for none."""
+    """Most probable ids per token that come back with their log-probs; 0 for none. Under top-p or top-k they are kept
+    ids, renormalised over all kept ones; where fewer are kept, the others are -1 with log-prob -inf."""
 
     def __post_init__(self) -> None:
         check_at_least(1, max_new_tokens=self.max_new_tokens)
@@ -106,11 +107,6 @@ class SamplingParams:
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k must be -1 (off) or >= 1, got {self.top_k!r}")
         check_at_least(0, top_logprobs=self.top_logprobs)
-        if self.top_logprobs and self.truncates:
-            raise ValueError(
-                f"top_logprobs must be 0 with top_p={self.top_p} and top_k={self.top_k}, got {self.top_logprobs!r}: "
-                "top log-probs have the mass of the whole vocabulary, and tokens are drawn from the kept ids alone"
-            )
 
     @property
     def truncates(self) -> bool:

@@ -16,7 +16,7 @@ from megatron_rc.schema.limits import check_one_of, check_positive
 
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
-Centering = Literal["none", "top"]
+Centering = Literal["none", "top", "support"]
 Surrogate = Literal["ppo", "cispo", "reinforce"]
 """Names of the surrogates of the loss, which `loss.options` describes."""
 
@@ -39,7 +39,8 @@ class RolloutCorrection:
     up to rounding: its clip pulls pi towards mu."""
     centering: Centering = "none"
     """top: score centering. The mean score under mu, weighted like the drawn token's, is subtracted, so that no drift
-    towards mu is left. It is computed from mu's most probable ids (`rollout.top_logprobs`) and current pi."""
+    towards mu is left. It is computed from mu's most probable ids (`rollout.top_logprobs`) and current pi. support:
+    the same under top-p or top-k, where mu and pi are distributions over the kept ids; exact where all are listed."""
     log_ratio_bound: float = 20.0
     """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
     max_k3: float | None = None

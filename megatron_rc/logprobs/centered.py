@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import opaque
-from megatron_rc.batch import TopIds
+from megatron_rc.batch import Support, TopIds
 from megatron_rc.collectives import Group
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.backends import RowsBackend, computing
@@ -40,6 +40,7 @@ def centered_logprobs(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     vocab_size: int | None = None,
+    support: Support | None = None,
     with_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str = "auto",
@@ -52,30 +53,32 @@ def centered_logprobs(
         c_v = q_v w_v - alpha f(1 / alpha) p_v,   term = sum_{v in H} c_v log p_v,   c_v without gradient
 
     Its gradient is the mean of w_v grad log p_v under q where q is alpha p outside of H, and always where H is the
-    whole vocabulary. The weights of the drawn tokens must be of the current log-probs, too: `correct` them in each
-    mini-batch. With weights of an older policy the mean would not vanish after the first optimizer step.
+    whole vocabulary. With ``support``, p and q are distributions over the kept ids, which take its place. The weights
+    of the drawn tokens must be of the current log-probs, too: `correct` them in each mini-batch. With weights of an
+    older policy the mean would not vanish after the first optimizer step.
 
     The all-gather of `vocab_parallel_logprobs` has 28 bytes per row more; with a weight or gate they travel in one of
     their own. Backward has none. Every shard reads k logits per row besides, and writes k + 1 gradients again; nothing
     of the size of the logits is allocated.
 
     Args:
-        logits, targets, tp_group, temperature, mask, vocab_size, with_entropy, inplace_backward, backend: as there.
+        logits, targets, tp_group, temperature, mask, vocab_size, support, with_entropy, inplace_backward, backend: as
+            there.
         top: the sampler's most probable ids, [N, k] or [B, T, k], and their log-probs after the temperature, with the
-            mass of the whole vocabulary. An id outside of the vocabulary is ignored; a row without finite log-probs, or
-            whose target has logprob -inf, has the term 0.
-        correction: with centering "top": its weight and gates are f.
+            mass of the whole vocabulary, or of the kept ids. An id outside of the vocabulary is ignored; a row without
+            finite log-probs, or whose target has logprob -inf, has the term 0.
+        correction: with centering "top", or "support" and a support: its weight and gates are f.
 
     Raises:
         ValueError: as `vocab_parallel_logprobs`; top ids of other rows, a correction without centering.
 
     Source: score centering (arXiv 2609.20807), with f of any token-level weight.
     """
-    check_logits(logits, targets, temperature, mask, None, inplace_backward=inplace_backward)
-    check_top(top, correction, targets.shape)
+    check_logits(logits, targets, temperature, mask, support, inplace_backward=inplace_backward)
+    check_top(top, correction, targets.shape, support)
     computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
-    rows = shard_rows(targets, temperature, mask, None, vocab_size, widths, tp_group)
+    rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
     logprobs, entropy, *parts = _Centered.apply(
         logits, rows, top, correction, computed, tp_group, with_entropy, inplace_backward
     )
@@ -97,15 +100,13 @@ def linear_centered_logprobs(
     """`centered_logprobs` of the logits hidden @ weight^T, computed one chunk of tokens at a time.
 
     Args:
-        hidden, weight, targets, head, with_entropy, backend: as in `linear_logprobs`; head.support must be None.
+        hidden, weight, targets, head, with_entropy, backend: as in `linear_logprobs`.
         top, correction: as in `centered_logprobs`.
 
     Raises:
         ValueError: as both of them.
     """
-    if head.support is not None:
-        raise ValueError("head.support must be None with top ids, whose mass is that of the whole vocabulary")
-    check_top(top, correction, targets.shape)
+    check_top(top, correction, targets.shape, head.support)
     chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
     if head.rows is not None:
         top = top.select(head.rows)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.backend import compute_dtype
-from megatron_rc.batch import TopIds
+from megatron_rc.batch import Support, TopIds
 from megatron_rc.collectives import Group
 from megatron_rc.correction.inputs import check_shape, check_type
 from megatron_rc.correction.metrics import MetricSums
@@ -64,12 +64,14 @@ class TopTerms(NamedTuple):
     """[N] sum_H c_v over all shards."""
 
 
-def check_top(top: TopIds, correction: RolloutCorrection, rows: torch.Size) -> None:
-    """Refuse top ids that do not fit these rows, and a correction without centering."""
+def check_top(top: TopIds, correction: RolloutCorrection, rows: torch.Size, support: Support | None) -> None:
+    """Refuse top ids that do not fit these rows, and a correction without centering, or with that of other ids."""
     check_type(TopIds, top=top)
     check_type(RolloutCorrection, correction=correction)
-    if correction.centering == "none":
-        raise ValueError("correction.centering must be 'top' where top ids are given, got 'none'")
+    needed = "top" if support is None else "support"
+    if correction.centering != needed:
+        given = f"with{'out' if support is None else ''} kept ids"
+        raise ValueError(f"correction.centering must be {needed!r} {given}, got {correction.centering!r}")
     if top.ids.dim() != len(rows) + 1 or top.ids.dtype not in (torch.int32, torch.int64):
         shape = f"{top.ids.dtype} {tuple(top.ids.shape)}"
         raise ValueError(f"top.ids must be {[*rows, 'k']} int32 or int64, got {shape}")

@@ -121,6 +121,14 @@ COMBINATIONS = (
         "rollout.top_logprobs must be at least 1 when correction.centering is {job.correction.centering!r}: "
         "128 leave a few per cent of the drift",
     ),
+    Combination(
+        lambda job, start: (
+            (job.correction.centering == "support") != job.rollout.sampling().truncates
+            and job.correction.centering != "none"
+        ),
+        "correction.centering must be 'support' where rollout.top_p or rollout.top_k keeps some ids, 'top' where all "
+        "are kept, got {job.correction.centering!r}",
+    ),
     *(refusal for name in COMPUTED_ON_DEMAND for refusal in _column(name)),
     Combination(
         lambda job, start: job.dump.kept_mass and not job.rollout.sampling().truncates,

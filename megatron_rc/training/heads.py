@@ -67,7 +67,6 @@ class Head(ABC):
     ) -> CenteredLogprobs:
         """[n] each, for the top ids of the batch."""
         arguments = self._arguments(answer, micro)
-        arguments.pop("support", None)
         top, tokens = micro.batch.top, micro.batch.num_tokens
         assert top is not None, "the settings ask for top log-probs"
         if short := len(arguments["targets"]) - tokens:

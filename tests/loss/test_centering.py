@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import LossOptions, RolloutCorrection, correct, policy_loss
-from megatron_rc.batch import TopIds
+from megatron_rc.batch import Support, TopIds
 from megatron_rc.correction.rejection import Rejection
 from megatron_rc.correction.weight import Weight
 from megatron_rc.logprobs.centered import centered_logprobs
@@ -45,22 +45,28 @@ def top_of(log_q: Tensor, k: int) -> TopIds:
 
 def mean_gradient(
     logits: Tensor, log_q: Tensor, correction: RolloutCorrection, top: TopIds | None, options: LossOptions = REINFORCE,
-    advantages: Tensor | None = None,
+    advantages: Tensor | None = None, support: Support | None = None,
 ) -> Tensor:  # fmt: skip
     """[V] gradient of sum_v q_v loss(v): the mean over every token that the sampler may draw."""
     leaf = logits.clone().requires_grad_()
     rows, targets = leaf.expand(V, V).clone(), torch.arange(V)
-    counted = torch.ones(V, dtype=torch.bool)
+    if support is not None:
+        # one row for every kept id
+        targets, log_q = support.ids, log_q[support.ids]
+        rows = rows[: len(targets)]
+        support = Support(targets.repeat(len(targets)), torch.arange(len(targets) + 1) * len(targets))
+    n = len(targets)
+    counted = torch.ones(n, dtype=torch.bool)
     term = None
     if top is None:
         current = rows.log_softmax(1).gather(1, targets[:, None])[:, 0]
     else:
-        repeated = TopIds(*(part.expand(V, -1).contiguous() for part in top))
-        current, _, centering = centered_logprobs(rows, targets, repeated, correction)
+        repeated = TopIds(*(part.expand(n, -1).contiguous() for part in top))
+        current, _, centering = centered_logprobs(rows, targets, repeated, correction, support=support)
         term = centering.term
     log_q = log_q.to(current.dtype)
-    fixed = correct(current.detach(), log_q, counted, correction=correction, cu_seqlens=torch.arange(V + 1).int())
-    advantages = torch.ones(V).to(current.dtype) if advantages is None else advantages
+    fixed = correct(current.detach(), log_q, counted, correction=correction, cu_seqlens=torch.arange(n + 1).int())
+    advantages = torch.ones(n).to(current.dtype) if advantages is None else advantages
     loss = policy_loss(current, None, advantages, fixed, scale=log_q.exp(), centering=term, options=options).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     return gradient
@@ -76,6 +82,19 @@ def test_the_mean_centred_score_over_the_whole_vocabulary_is_zero(name: str, opt
             assert mean_gradient(moved, log_q, of(name), top_of(log_q, V), options).abs().max() < 1e-12
     plain = dataclasses.replace(of(name), centering="none")
     assert mean_gradient(logits, log_q, plain, None, options).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_it_is_zero_over_the_kept_ids_where_only_those_can_be_drawn(name: str) -> None:
+    for seed, kept in ((0, 2), (1, 5), (2, 8)):
+        logits, log_q = world(seed)
+        ids = log_q.topk(kept).indices
+        over_kept = torch.full((V,), -torch.inf).double()
+        over_kept[ids] = log_q[ids].log_softmax(0)
+        given = over_kept, dataclasses.replace(of(name), centering="support"), top_of(over_kept[ids], kept)
+        top = TopIds(ids[given[2].ids.long()].int(), given[2].rollout_logprobs)
+        found = mean_gradient(logits, *given[:2], top, support=Support(ids, torch.tensor([0, kept])))
+        assert found.abs().max() < 1e-12
 
 
 # weights that are one number all over a tail where q is alpha p

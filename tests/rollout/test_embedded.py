@@ -94,16 +94,31 @@ def kept_by_hand(logits: list[float], temperature: float, top_k: int, top_p: flo
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 0.8), (5, 1.0), (6, 0.7), (1, 1.0), (200, 1.0)])
 def test_logprobs_are_renormalised_over_the_kept_ids(top_k: int, top_p: float, pair: Any) -> None:
     model, weights = pair("dense")
-    params = SamplingParams(max_new_tokens=6, temperature=1.3, top_k=top_k, top_p=top_p, stop_token_ids=(2,))
+    params = SamplingParams(
+        max_new_tokens=6, temperature=1.3, top_k=top_k, top_p=top_p, stop_token_ids=(2,), top_logprobs=6
+    )
     sizes = set()
     for sample in engine_of("dense", weights).generate(PROMPTS, params, n=4, seeds=range(20)):
         assert sample.support is not None and len(sample.support) == len(sample.output_ids)
-        for logits, token, logprob, kept in zip(
-            reference_logits(model, sample).tolist(), sample.output_ids, sample.logprobs, sample.support, strict=True
+        assert sample.top_ids is not None and sample.top_rollout_logprobs is not None
+        top = [
+            dict(zip(*rows, strict=True))
+            for rows in zip(sample.top_ids.tolist(), sample.top_rollout_logprobs.tolist(), strict=True)
+        ]
+        for logits, token, logprob, kept, listed in zip(
+            reference_logits(model, sample).tolist(),
+            sample.output_ids,
+            sample.logprobs,
+            sample.support,
+            top,
+            strict=True,
         ):
             expected = kept_by_hand(logits, 1.3, top_k, top_p)
             assert kept == sorted(expected)
             assert logprob == pytest.approx(expected[token], abs=1e-5)
+            assert listed.pop(-1, -math.inf) == -math.inf and len(listed) == min(6, len(kept))
+            assert listed == pytest.approx({i: expected[i] for i in listed}, abs=1e-5)
+            assert min(listed.values()) >= sorted(expected.values())[-len(listed)] - 1e-5
             sizes.add(len(kept))
     assert sizes == {min(top_k, VOCABULARY)} if top_p == 1 else len(sizes) > 2
 

@@ -145,7 +145,9 @@ class EmbeddedEngine(RolloutEngine):
             drawn = draw(logits, params, uniforms[live, step])
             tokens[live, step], logprobs[live, step] = drawn.ids, drawn.logprobs
             if drawn.top is not None:
-                top_logprobs[live, step], top_ids[live, step] = drawn.top.values, drawn.top.indices.int()
+                values, indices = drawn.top
+                top_logprobs[live, step] = values
+                top_ids[live, step] = indices.int().masked_fill(values == float("-inf"), -1)
             if drawn.kept is not None:
                 kept_ids_of_rows = drawn.kept.nonzero()[:, 1].cpu().split(drawn.kept.sum(-1).tolist())
                 for row, kept in zip(live.tolist(), kept_ids_of_rows, strict=True):

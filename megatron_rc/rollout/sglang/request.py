@@ -186,11 +186,17 @@ class Request:
                 raise DamagedAnswer("empty_output", f"no token came back, finish reason {kind}")
             return Piece()
         self._check_tokens(ids, meta)
-        logprobs = self._logprobs(ids, entries)
+        logprobs = own = self._logprobs(ids, entries)
         support = None
         if self.params.truncates:
             support, logprobs = self._support(ids, meta)
         top_ids, top_logprobs = self._top(len(ids), meta) if self.params.top_logprobs else (None, None)
+        if support and top_ids is not None and top_logprobs is not None:
+            # the server lists ids of the whole vocabulary; both log-probs of the drawn token tell the mass of the kept
+            kept = torch.tensor([[i in row for i in top] for top, row in zip(top_ids.tolist(), support, strict=True)])
+            moved = top_logprobs + (torch.tensor(logprobs) - torch.tensor(own))[:, None]
+            top_ids, top_logprobs = top_ids.where(kept, -1), moved.where(kept, float("-inf"))
+            _check_mass(top_logprobs)
         retractions = int(meta["num_retractions"]) if "num_retractions" in meta else 0
         routes = self._routes(len(ids), retractions, meta) if self.routes is not None else None
         cached = int(meta["cached_tokens"]) if "cached_tokens" in meta else None
@@ -245,8 +251,9 @@ class Request:
         if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.vocab_size:
             raise DamagedAnswer("bad_answer", f"a top id is no integer below the vocabulary of {self.vocab_size}")
         logprobs, ordered = torch.tensor(values).view(ids.shape), ids.sort(1).values
-        if (ordered[:, 1:] == ordered[:, :-1]).any() or logprobs.double().exp().sum(1).max() > 1 + _MASS_BY_ROUNDING:
-            raise DamagedAnswer("bad_top_logprobs", "the top ids of a token repeat, or their mass is above 1")
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise DamagedAnswer("bad_top_logprobs", "the top ids of a token repeat")
+        _check_mass(logprobs)
         return ids.to(torch.int32), logprobs
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
@@ -293,6 +300,11 @@ class Request:
             return -1
         sentence = f"the weights are called {name!r:.40}, the newest are {self.newest_version}"
         raise DamagedAnswer("unknown_version", sentence)
+
+
+def _check_mass(logprobs: Tensor) -> None:
+    if logprobs.double().exp().sum(1).max() > 1 + _MASS_BY_ROUNDING:
+        raise DamagedAnswer("bad_top_logprobs", "the mass of the top ids of a token is above 1")
 
 
 def missing_kept_ids(info: Mapping[str, Any], params: SamplingParams) -> tuple[str, str] | None:

@@ -36,7 +36,7 @@ def assert_of(truth: Truth, sample: Sample, temperature: float = 1.0) -> None:
     assert (torch.tensor(sample.logprobs).double() - truth.logprobs(sample, temperature)).abs().max() < CLOSE
     if sample.routes is not None:
         assert torch.equal(sample.routes, truth.routes(sample))
-    if sample.top_ids is not None:
+    if sample.top_ids is not None and sample.support is None:
         # with the mass of the whole vocabulary, after the temperature
         exact = (truth.logits(sample) / temperature).log_softmax(-1)
         assert sample.top_rollout_logprobs is not None and sample.top_ids.shape[1] == 5
@@ -68,14 +68,20 @@ def test_logprobs_and_routes_are_those_of_the_model(server: SglangServer, kind: 
 
 
 def test_under_top_p_and_top_k_the_logprobs_are_those_of_the_kept_ids(server: SglangServer, kind: str) -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=0.5, top_k=9, top_p=0.6)
+    params = SamplingParams(max_new_tokens=12, temperature=0.5, top_k=9, top_p=0.6, top_logprobs=9)
     with with_model(server, kind) as engine:
         samples = engine.generate(PROMPTS, params, n=2, seeds=range(12))
     truth = Truth(kind)
     sizes = set()
     for sample in samples:
         assert_of(truth, sample, 0.5)
-        for row, kept in zip((truth.logits(sample) / 0.5).softmax(-1), sample.support, strict=True):
+        for row, kept, ids, listed in zip(
+            (truth.logits(sample) / 0.5).softmax(-1), sample.support, sample.top_ids, sample.top_rollout_logprobs,
+            strict=True,
+        ):  # fmt: skip
+            assert ids[ids >= 0].sort().values.tolist() == sorted(kept) and listed[ids < 0].eq(-torch.inf).all()
+            over_kept = row[ids[ids >= 0].long()].log()
+            assert (listed[ids >= 0] - (over_kept - over_kept.logsumexp(0))).abs().max() < CLOSE
             ordered, order = row.sort(descending=True)
             before = ordered.cumsum(0) - ordered
             # over the mass of the whole distribution; a set that ends within rounding of the edge is not judged

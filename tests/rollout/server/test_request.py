@@ -4,6 +4,7 @@ import base64
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -55,6 +56,21 @@ def test_under_top_k_the_logprobs_are_the_renormalised_ones_beside_the_kept_ids(
     piece = request(KEPT).piece(answer(request(KEPT)))
     assert piece.logprobs == [faulty.logprob_of(token) / 2 for token in piece.output_ids]
     assert piece.support == [faulty.kept_ids(token) for token in piece.output_ids]
+
+
+def test_under_top_k_the_top_ids_are_kept_ones_with_log_probs_moved_like_the_tokens_own() -> None:
+    asked = request(replace(KEPT, top_logprobs=6))
+    given = answer(asked)
+    assert reason_of(asked, given) == "bad_top_logprobs", "their mass becomes more than 1"
+    for row in given["meta_info"]["output_top_logprobs"]:
+        for entry in row:
+            entry[0] -= 3
+    piece = asked.piece(given)
+    listed = [[token, -1, -1, -1, -1, (token + 5) % faulty.VOCABULARY] for token in piece.output_ids]
+    assert piece.top_ids is not None and piece.top_ids.tolist() == listed
+    for token, values in zip(piece.output_ids, piece.top_rollout_logprobs.tolist(), strict=True):
+        moved = -faulty.logprob_of(token) / 2
+        assert values == pytest.approx([moved - 5, *[float("-inf")] * 4, moved - 10])
 
 
 @pytest.mark.parametrize("item", [np.int32, np.uint16, np.uint8])
