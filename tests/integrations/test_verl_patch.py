@@ -79,7 +79,8 @@ def test_functions_are_replaced_as_their_modules_arrive_and_all_are_given_back()
         report = ours.report()
         assert "verl 0.10.0.dev, patched" in report and "verl.utils.config.validate_config: refuses" in report
         waiting = report.partition("to be replaced once this process imports them: ")[2].splitlines()[0].split(", ")
-        assert waiting == [symbol.path for symbol in host.SYMBOLS[1:]]
+        # the last four make log-probs, which these settings leave to the host
+        assert waiting == [symbol.path for symbol in host.SYMBOLS[1:-4]]
         assert not any(name in sys.modules for name in (V1, f"{PPO}core_algos"))
         during = module(V1).compute_rollout_correction_and_add_to_batch
         worker = module("verl.workers.engine_workers").TrainingWorker
