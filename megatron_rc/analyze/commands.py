@@ -135,7 +135,7 @@ def analyze(
     if tokenizer is not None and share:
         raise ValueError("--tokenizer shows text, which --share leaves out; give one of them")
     decode = None if tokenizer is None else token_text.read_tokenizer(tokenizer)
-    checks = {str(path): own_rule.read_check(path) for path in rule or ()}
+    checks = [(path.name, own_rule.read_check(path)) for path in rule or ()]
     known = Known(precision, model_kind, None if floor is None else read_floor(floor), agreed)
     required = conditions.read(require) if require else []
     selected, ignored = _codes(select), _codes(ignore)
@@ -180,7 +180,7 @@ def analyze(
         if decode:
             terminal.show_tokens(diagnosis.evidence, decode, console=shown)
     outcomes = [condition.check(diagnosis, share=share) for condition in required]
-    outcomes += [own_rule.outcome(*named, diagnosis.evidence, share=share) for named in checks.items()]
+    outcomes += [own_rule.outcome(*named, diagnosis.evidence, share=share) for named in checks]
     if outcomes and require_format == "junit":
         print(output.junit(outcomes))
     elif outcomes and require_format == "github":

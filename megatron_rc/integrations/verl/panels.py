@@ -1,5 +1,6 @@
 """The panels that verl's own function fills: it runs beside ours, with what it shares of the correction."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,11 +42,8 @@ def settings_of_verl(correction: RolloutCorrection) -> dict[str, Any]:
     weight = correction.weight
     if weight and weight == Weight(weight.level, weight.mode, weight.lower, weight.upper):
         bounds = [weight.upper] if weight.mode == "truncate" else [weight.lower, weight.upper]
-        if (
-            weight.level in ("token", "sequence")
-            and weight.mode != "clip"
-            and all(isinstance(b, float) for b in bounds)
-        ):
+        of_verl = weight.level in ("token", "sequence") and weight.mode != "clip"
+        if of_verl and all(isinstance(bound, int | float) and bound > 0 for bound in bounds):
             settings["rollout_is"] = weight.level
             settings["rollout_is_threshold"] = bounds[0] if len(bounds) == 1 else "{}_{}".format(*bounds)
             settings["rollout_is_batch_normalize"] = correction.normalize == "batch"
@@ -57,11 +55,11 @@ def settings_of_verl(correction: RolloutCorrection) -> dict[str, Any]:
 
 def _rejection_of(gate: Rejection) -> tuple[str, str] | None:
     """Kind and threshold; None for one that verl does not have. Its k1 is that of mu / pi."""
-    unit = "token" if gate.level == "token" else f"seq_{gate.reduce}"
-    if gate.when != "always" or gate.level not in ("token", "sequence") or not gate.upper:
+    lower, upper, unit = gate.lower, gate.upper, "token" if gate.level == "token" else f"seq_{gate.reduce}"
+    if gate.when != "always" or gate.level == "segment" or upper is None or not 0 < upper < math.inf:
         return None
-    if gate.statistic == "ratio" and gate.lower and unit in ("token", "seq_sum", "seq_mean"):
-        return f"{unit}_k1", f"{1 / gate.upper}_{1 / gate.lower}"
-    if gate.statistic in ("k2", "k3") and gate.lower is None and unit != "seq_min":
-        return f"{unit}_{gate.statistic}", str(gate.upper)
+    if gate.statistic == "ratio" and lower and unit in ("token", "seq_sum", "seq_mean"):
+        return f"{unit}_k1", f"{1 / upper}_{1 / lower}"
+    if gate.statistic in ("k2", "k3") and lower is None and unit != "seq_min":
+        return f"{unit}_{gate.statistic}", str(upper)
     return None
