@@ -68,7 +68,9 @@ def test_a_check_that_fires_without_structure_does_not_count() -> None:
 def test_a_check_that_is_none_is_one_sentence(text: str, sentence: str, stale: Path, tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text(text)
     ended = run("analyze", stale, "--no-html", "--json", "--rule", file)
-    assert ended.status == 2 and sentence.format(file=file.name) in ended.stderr and ended.stderr.count("\n") == 1, ended
+    assert ended.status == 2 and sentence.format(file=file.name) in ended.stderr and ended.stderr.count("\n") == 1, (
+        ended
+    )
 
 
 def test_the_example_of_the_documents_finds_the_noisy_finish_reason(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_345, "triton_kernels": 3_145, "tests": 42_660, "benchmarks": 7_405, "": 98_400}
+LINES = {"megatron_rc": 44_575, "triton_kernels": 3_145, "tests": 42_770, "benchmarks": 7_405, "": 98_740}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_850

@@ -5,6 +5,8 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rc.doctor.host.launcher import read_launcher
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
@@ -49,9 +51,15 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """The command in a launch script, or all words of a file that starts no program; ValueError for an open quote."""
+    """The command in a launch script or a launcher in Python, or all words of a file that starts no program.
+
+    Raises ValueError for an open quote, and for a launcher that is not Python.
+    """
     # a folder whose name decides nothing
     script = Script([path.resolve()], variables={"HOME": ["~"]}, texts=[path.read_text(encoding="utf-8")])
+    if path.suffix == ".py" and (found := read_launcher(path)):
+        script.words, script.maybe = found.words, found.maybe
+        return script
     commands = _commands(path)
     _run(script, commands)
     if not script.words:

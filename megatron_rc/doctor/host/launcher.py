@@ -1,0 +1,221 @@
+"""The command that a launcher in Python starts by ``execute_train(train_args=...)``, as those of miles do.
+
+The file is read and never run. Strings and plain values are followed from the fields of the dataclass that it takes
+through the function that calls execute_train. What a call computes is a word such as ${args_run_id}; what stands in a
+branch whose condition is not known are words that the command may have.
+"""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STARTS = "execute_train"
+"""How the names of the functions begin that start training; their train_args is the text of the flags."""
+MODELS = "models"
+"""Folder beside the launcher with a file per model, whose function model_args returns its flags."""
+MODEL_ARGS = "${MODEL_ARGS}"
+"""Word in place of these flags where they are not known."""
+NO_TRAINING = "get_default_wandb_args"
+"""Function whose flags are those of a dashboard alone."""
+_UNKNOWN = object()
+_OPERATIONS: dict[type, Any] = {
+    ast.Mult: operator.mul, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many, ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}  # fmt: skip
+
+
+class Text(NamedTuple):
+    """A string that is put together."""
+
+    parts: tuple[tuple[str, bool], ...]
+    """Pieces, and whether each may be missing."""
+
+    def words(self, doubtful: bool) -> list[str]:
+        """Those that are sure, or those that may be missing."""
+        return shlex.split("".join(text if maybe is doubtful else " " for text, maybe in self.parts))
+
+
+class Command(NamedTuple):
+    words: list[str]
+    maybe: list[str]
+    """Words that it has as well if a branch with an unknown condition runs."""
+
+
+def read_launcher(path: Path) -> Command | None:
+    """The command of a launcher; None for a file that starts nothing by execute_train.
+
+    Raises ValueError where it is not Python, or an argument has an open quote.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        starting = [node for node in _functions(tree) if any(map(_starts, ast.walk(node)))]
+        if not starting:
+            return None
+        reader = _Reader(path.parent / MODELS)
+        reader.run(node for node in tree.body if isinstance(node, ast.Assign))
+        taken = {ast.unparse(each.annotation) for each in starting[0].args.args if each.annotation}
+        for cls in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in taken):
+            reader.fields(cls)
+        reader.run(starting[0].body)
+        return reader.command
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a launcher: {error}") from None
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _starts(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(STARTS)
+
+
+class _Reader:
+    """The values of names and of the fields of dataclasses, as far as they are plain."""
+
+    def __init__(self, models: Path) -> None:
+        self._models = models
+        self._names: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
+        self._doubtful = False
+        self.command: Command | None = None
+
+    def fields(self, cls: ast.ClassDef) -> None:
+        """The defaults of a dataclass, and what its __post_init__ sets."""
+        for node in cls.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                self._fields[node.target.id] = self._value(node.value)
+            elif isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+                self.run(node.body)
+
+    def run(self, body: Iterable[ast.stmt]) -> None:
+        for node in body:
+            match node:
+                case (
+                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+                ):
+                    self._assign(target, self._value(value))
+                case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
+                    added = _text(self._value(value), value).parts
+                    self._names[name] = Text(_text(self._names.get(name, ""), node.target).parts + self._maybe(added))
+                case ast.If(test=test, body=then, orelse=otherwise):
+                    self._branch(self._truth(test), then, otherwise)
+                case ast.Match(subject=subject, cases=cases):
+                    self._match(self._value(subject), cases)
+                case ast.For(body=inner) | ast.While(body=inner):
+                    self._branch(None, inner, [])
+                case ast.With(body=inner) | ast.Try(body=inner):
+                    self.run(inner)
+                case ast.Return(value=ast.expr() as value):
+                    self._names["return"] = self._value(value)
+                case ast.Expr(value=ast.Call() as call) if _starts(call):
+                    self._start(call)
+
+    def _start(self, call: ast.Call) -> None:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        arguments = given["train_args"] if "train_args" in given else call.args[0]
+        text = _text(self._value(arguments), arguments)
+        program, model = (
+            self._value(given[name]) if name in given else None for name in ("train_script", "megatron_model_type")
+        )
+        command = ["python", program if isinstance(program, str) else "train.py", *text.words(doubtful=False)]
+        if model is not None:
+            command += self._flags_of(model)
+        self.command = Command(command, text.words(doubtful=True))
+
+    def _flags_of(self, model: Any) -> list[str]:
+        file = self._models / f"{model}.py"
+        if not isinstance(model, str) or not file.is_file():
+            return [MODEL_ARGS]
+        reader = _Reader(self._models)
+        for function in _functions(ast.parse(file.read_text(encoding="utf-8"))):
+            if function.name == "model_args":
+                reader.run(function.body)
+        returned = reader._names.get("return", _UNKNOWN)
+        return [MODEL_ARGS] if returned is _UNKNOWN else _text(returned, ast.Name("model_args")).words(doubtful=False)
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
+        known = self._fields if isinstance(target, ast.Attribute) else self._names
+        if self._doubtful:
+            texts = [each for each in (known.get(name), value) if isinstance(each, str | Text)]
+            parts = tuple(part for each in texts for part in _text(each, target).parts)
+            value = Text(self._maybe(parts)) if "--" in "".join(text for text, _ in parts) else _UNKNOWN
+        known[name] = value
+
+    def _branch(self, holds: bool | None, then: list[ast.stmt], otherwise: list[ast.stmt]) -> None:
+        before, self._doubtful = self._doubtful, self._doubtful or holds is None
+        for body, runs in ((then, holds is not False), (otherwise, not holds)):
+            if runs:
+                self.run(body)
+        self._doubtful = before
+
+    def _match(self, subject: Any, cases: list[ast.match_case]) -> None:
+        for case in cases:
+            wanted = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
+            holds = None if subject is _UNKNOWN else wanted is None or self._value(wanted) == subject
+            self._branch(holds, case.body, [])
+            if holds:
+                return
+
+    def _maybe(self, parts: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
+        return tuple((text, maybe or self._doubtful) for text, maybe in parts)
+
+    def _truth(self, node: ast.expr) -> bool | None:
+        value = self._value(node)
+        return None if value is _UNKNOWN or isinstance(value, Text) else bool(value)
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._names.get(name, _UNKNOWN)
+            case ast.Attribute(value=ast.Name(), attr=name):
+                return self._fields.get(name, _UNKNOWN)
+            case ast.Call(func=function) if ast.unparse(function).endswith(NO_TRAINING):
+                return ""
+            case ast.JoinedStr(values=values):
+                return Text(tuple(part for each in values for part in _text(self._value(each), each).parts))
+            case ast.FormattedValue(value=inner):
+                return _text(self._value(inner), inner)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                found = [self._value(item) for item in items]
+                return _UNKNOWN if _UNKNOWN in found else found
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return Text(_text(self._value(left), left).parts + _text(self._value(right), right).parts)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                sides = self._value(left), self._value(right)
+                plain = type(op) in _OPERATIONS and not any(s is _UNKNOWN or isinstance(s, Text) for s in sides)
+                return _OPERATIONS[type(op)](*sides) if plain else _UNKNOWN
+            case ast.BoolOp(op=op, values=values):
+                found = [self._truth(value) for value in values]
+                decides = isinstance(op, ast.Or)
+                return decides if decides in found else _UNKNOWN if None in found else not decides
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                holds = self._truth(inner)
+                return _UNKNOWN if holds is None else not holds
+            case ast.IfExp(test=test, body=then, orelse=otherwise):
+                holds = self._truth(test)
+                if holds is not None:
+                    return self._value(then if holds else otherwise)
+                both = [self._value(each) for each in (then, otherwise)]
+                parts = tuple(
+                    (text, True) for each in both if isinstance(each, str | Text) for text, _ in _text(each, node).parts
+                )
+                return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
+        return _UNKNOWN
+
+
+def _text(value: Any, node: ast.expr) -> Text:
+    """A value within a string; a word such as ${args_run_id} where it is not known."""
+    if isinstance(value, Text):
+        return value
+    word = f"${{{re.sub(r'[^A-Za-z0-9]+', '_', ast.unparse(node)).strip('_')}}}" if value is _UNKNOWN else str(value)
+    return Text(((word, False),))
