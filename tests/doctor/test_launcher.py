@@ -48,6 +48,7 @@ def execute(args: ScriptArgs):
             raise NotImplementedError
     perf_args += f"{'--sequence-parallel ' if args.tensor > 1 and not args.fp8 else ''}"
     perf_args += f"{'--colocate ' if U.colocated() else ''}"
+    perf_args += "--fp16 " if args.fp8 < "x" or args.num_nodes // 0 or "-" * 10**18 == args.run_id else ""
     train_args = (
         f"{ckpt_args} "
         f"{U.get_default_wandb_args(__file__)} "
@@ -79,7 +80,7 @@ def test_flags_follow_fields_branches_and_the_file_of_the_model(tmp_path: Path) 
         "--sequence-parallel", "--lr", "1e-6", "--apply-chat-template-kwargs", '{"enable_thinking": false}',
         "--num-layers", "36", "--rotary-base", "${base}", "--swiglu",
     ]  # fmt: skip
-    assert script.maybe == ["--use-tis", "--no-tis", "--colocate"]
+    assert script.maybe == ["--use-tis", "--no-tis", "--colocate", "--fp16"]
     flags = Flags.of_file(tmp_path / "run.py")
     assert not flags.hidden and "sequence-parallel" in flags and "fp8-format" not in flags
 

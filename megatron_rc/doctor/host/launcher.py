@@ -119,7 +119,7 @@ class _Reader:
 
     def _start(self, call: ast.Call) -> None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        arguments = given["train_args"] if "train_args" in given else call.args[0]
+        arguments = given["train_args"] if "train_args" in given else [*call.args, ast.Constant("")][0]
         text = _text(self._value(arguments), arguments)
         program, model = (
             self._value(given[name]) if name in given else None for name in ("train_script", "megatron_model_type")
@@ -191,9 +191,7 @@ class _Reader:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return Text(_text(self._value(left), left).parts + _text(self._value(right), right).parts)
             case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
-                sides = self._value(left), self._value(right)
-                plain = type(op) in _OPERATIONS and not any(s is _UNKNOWN or isinstance(s, Text) for s in sides)
-                return _OPERATIONS[type(op)](*sides) if plain else _UNKNOWN
+                return _computed(op, self._value(left), self._value(right))
             case ast.BoolOp(op=op, values=values):
                 found = [self._truth(value) for value in values]
                 decides = isinstance(op, ast.Or)
@@ -210,6 +208,18 @@ class _Reader:
                     (text, True) for each in both if isinstance(each, str | Text) for text, _ in _text(each, node).parts
                 )
                 return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
+        return _UNKNOWN
+
+
+def _computed(op: ast.AST, left: Any, right: Any) -> Any:
+    """The value of an operation on two plain values; no text is repeated, which could fill the memory."""
+    sides = (left, right)
+    plain = type(op) in _OPERATIONS and not any(side is _UNKNOWN or isinstance(side, Text) for side in sides)
+    if not plain or (isinstance(op, ast.Mult) and not all(isinstance(side, int | float) for side in sides)):
+        return _UNKNOWN
+    try:
+        return _OPERATIONS[type(op)](left, right)
+    except (TypeError, ZeroDivisionError):
         return _UNKNOWN
 
 
