@@ -51,14 +51,11 @@ def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[...
     return grpo_loss
 
 
-def make_scheduler(original: Callable[..., Any], session: Session) -> Callable[..., Any] | None:
-    if session.lr_rule is None:
-        return None
-    decay = session.lr_rule
-
+def make_scheduler(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def attached(optimizer: Any) -> Any:
+        assert session.lr_rule is not None
         scheduler = original(optimizer)
-        decay.attach(scheduler)
+        session.lr_rule.attach(scheduler)
         session.schedulers.append(scheduler)
         return scheduler
 
@@ -71,7 +68,14 @@ HOSTS["existing-loop"] = Host(
     module="existing_loop",
     symbols=(
         Symbol("existing_loop", "grpo_loss", LOSS, make_loss, "weights the advantages, and steps the length decay"),
-        Symbol("existing_loop", "make_scheduler", "optimizer", make_scheduler, "attaches the length decay"),
+        Symbol(
+            "existing_loop",
+            "make_scheduler",
+            "optimizer",
+            make_scheduler,
+            "attaches the length decay",
+            when=lambda session: session.lr_rule is not None,
+        ),
     ),
     versions=(),
     read_version=lambda: None,

@@ -70,7 +70,7 @@ def centered(weight: Weight | None = None, **fields: Any) -> RolloutCorrection:
         (lambda: Weight(confidence_floor=0.1), "confidence_floor must be None when growth is 'none'"),
         (lambda: Weight(growth="confidence", upper="measured"), "growth must be 'none' and upper_by_lag empty when up"),
         (lambda: RolloutCorrection(surrogate="gspo"), "surrogate must be one of 'ppo', 'cispo', 'reinforce', got 'gs"),
-        (lambda: RolloutCorrection(centering="support"), "centering must be one of 'none', 'top', got 'support'"),
+        (lambda: RolloutCorrection(centering="tail"), "centering must be one of 'none', 'top', 'support', got 'tail'"),
         (lambda: RolloutCorrection(centering="top"), "old must be 'current' when centering is 'top', got 'recompute'"),
         (lambda: centered(surrogate="cispo"), "surrogate must be null, 'ppo' or 'reinforce' when centering is 'top'"),
         (lambda: centered(Weight("sequence")), "weight.level must be 'token' when centering is 'top', got 'sequence'"),
