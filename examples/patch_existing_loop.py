@@ -28,6 +28,9 @@ class Session:
     seen: MetricSums = field(default_factory=MetricSums)
     schedulers: list[Any] = field(default_factory=list)
 
+    def decays(self) -> bool:
+        return self.lr_rule is not None
+
     def release(self) -> None:
         """Called when the patch is undone: the learning rate is the scheduler's own again."""
         for scheduler in self.schedulers:
@@ -69,12 +72,7 @@ HOSTS["existing-loop"] = Host(
     symbols=(
         Symbol("existing_loop", "grpo_loss", LOSS, make_loss, "weights the advantages, and steps the length decay"),
         Symbol(
-            "existing_loop",
-            "make_scheduler",
-            "optimizer",
-            make_scheduler,
-            "attaches the length decay",
-            when=lambda session: session.lr_rule is not None,
+            "existing_loop", "make_scheduler", "optimizer", make_scheduler, "attaches the length decay", Session.decays
         ),
     ),
     versions=(),

@@ -33,8 +33,13 @@ class Accepted:
         return datetime.date.today() <= self.until
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether it comes from an earlier report, in which it kept later rules from being judged, as it does now."""
+        return self.until == FOR_GOOD
+
+    @property
     def state(self) -> str:
-        if self.until == FOR_GOOD:
+        if self.is_baseline:
             return "does not count"
         return f"{'accepted until' if self.holds else 'no longer accepted since'} {self.until}"
 

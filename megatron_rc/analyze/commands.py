@@ -149,15 +149,8 @@ def analyze(
             return analyzed(path, progress=progress)
 
     if after is not None:
-        one_dump = {
-            "require": require,
-            "rc": rc,
-            "what-if": what_if,
-            "host": host,
-            "rule": rule,
-            "tokenizer": tokenizer,
-        }
-        for option, value in one_dump.items():
+        alone = {"require": require, "rc": rc, "what-if": what_if, "host": host, "rule": rule, "tokenizer": tokenizer}
+        for option, value in alone.items():
             if value:
                 raise ValueError(f"--{option} goes with one dump; with two dumps what got worse is the answer")
         found = compare(diagnosed(dump), diagnosed(after))
@@ -170,7 +163,7 @@ def analyze(
         return
     diagnosis = diagnosed(dump)
     if decode and not diagnosis.evidence.has("token_id"):
-        raise ValueError(token_text.NEEDED)
+        raise ValueError("--tokenizer needs the column token_id, which the dump does not have")
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif require_format == "text":

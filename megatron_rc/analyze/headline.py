@@ -13,7 +13,7 @@ HEADLINES = {
     Level.LAG: "LAG: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
-OTHER = "NUMERICS: no sign of a bug but those that were accepted"
+OTHER = "NUMERICS: no sign of a bug other than those accepted"
 TOO_FEW = "TOO FEW TOKENS TO SAY: no rule found a bug in {tokens:,}, and {fewest:,} are needed"
 CANNOT_TELL = "CANNOT TELL: no rule found a bug, but {reason}"
 LARGE_K3 = 1e-3

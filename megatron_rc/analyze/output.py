@@ -81,17 +81,15 @@ def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
 
 
 def read_baseline(path: Path) -> tuple[Accepted, ...]:
-    """What an earlier ``--json`` found or had accepted, and what it did not judge because of that, accepted for good.
+    """The bugs, suspects and undecided answers in the output of an earlier ``--json``, accepted for good.
 
     Raises ValueError where the file holds no such output.
     """
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        found = [verdict["code"] for verdict in earlier["verdicts"] if verdict["level"] in DOUBTS]
-        reasons = {code: f"{path.name} does not judge it beside {bug}" for code, bug in earlier["not_judged"].items()}
-        reasons |= {code: f"it is in {path.name}" for code in [*found, *earlier["accepted"]]}
-        return tuple(Accepted(code, reason, FOR_GOOD) for code, reason in reasons.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+        codes = [verdict["code"] for verdict in found if verdict["level"] in DOUBTS]
+        return tuple(Accepted(code, f"it is in {path.name}", FOR_GOOD) for code in codes)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--baseline: {path} is not what `megatron-rc analyze --json` prints ({error!r})") from None
 
 

@@ -5,7 +5,7 @@ tokens of like probability, temperature and lag, log-ratios change places at ran
 positions or responses is gone then, and the size of the gap is not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -35,7 +35,7 @@ def read_check(path: Path) -> Check:
     module = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--rule: {path} ended with {error!r}") from error
     if not callable(check := getattr(module, "check", None)):
         raise ValueError(f"--rule: {path} has no function check(evidence)")
@@ -61,22 +61,21 @@ def outcome(name: str, check: Check, evidence: Evidence, *, share: bool = False)
 def _called(name: str, check: Check, evidence: Evidence) -> str | None:
     try:
         found = check(evidence)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--rule: check of {name} ended with {error!r}") from error
     if not (found is None or isinstance(found, str)):
         raise ValueError(f"--rule: check of {name} must return a sentence or None, got {type(found).__name__}")
     return found
 
 
-def _null_copies(evidence: Evidence) -> list[Evidence]:
+def _null_copies(evidence: Evidence) -> Iterator[Evidence]:
     sample = evidence.sample
     few = sample.select_sequences(sample.cu_seqlens[1:] <= max(TOKENS, int(sample.lengths[0])))
     cell, random = Noise(few).cell, np.random.default_rng(0)
-    in_order, copies = np.argsort(cell, kind="stable"), []
+    in_order = np.argsort(cell, kind="stable")
     for _ in range(COPIES):
         log_ratio = np.empty(cell.size)
         log_ratio[in_order] = few.log_ratio[np.lexsort((random.random(cell.size), cell))]
         gathering = Gathering(evidence.known)
         gathering.add(replace(few, log_mu=np.minimum(few.log_pi - log_ratio, 0.0)))
-        copies.append(gathering.evidence())
-    return copies
+        yield gathering.evidence()

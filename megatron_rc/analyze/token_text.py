@@ -13,7 +13,6 @@ Decode = Callable[[Sequence[int]], str]
 
 BEFORE, AFTER = 16, 4
 """Neighbours in the response whose text is shown."""
-NEEDED = "--tokenizer needs the column token_id, which the dump does not have"
 
 
 def read_tokenizer(path: Path) -> Decode:

@@ -134,7 +134,7 @@ class Patch:
                 wanted = [symbol for symbol in host.replaceable if symbol.needed(installed.session)]
                 waiting = [symbol.path for symbol in wanted if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
-            lines += _news(host, installed.version)
+            lines += _news(installed)
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
             lines += [f"head: {installed.head}"] if installed.head != LOGITS else []
             lines += [f"lr_rule: {installed.lr_rule}"] if installed.lr_rule is not None else []
@@ -156,13 +156,13 @@ class Patch:
         self.undo()
 
 
-def _news(host: Host, version: str | None) -> list[str]:
+def _news(installed: Installed) -> list[str]:
     """What a host has that the patch was not made for."""
-    lines = []
-    if host.is_newer(version):
+    host, lines = installed.host, []
+    if host.is_newer(installed.version):
         known = " and ".join(host.versions)
         lines.append(f"newer than {known}: its {len(host.symbols)} symbols take what ours pass; nothing else was read")
-    inspected = inspect_symbols(host)
+    inspected = [found for found in inspect_symbols(host) if found.symbol.needed(installed.session)]
     added = [f"{found.symbol.path} takes {', '.join(found.added)}" for found in inspected if found.added]
     lines += [f"new there: {'; '.join(added)}"] * bool(added)
     if changed := [found.symbol.path for found in inspected if found.changed]:

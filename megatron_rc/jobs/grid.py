@@ -259,7 +259,7 @@ def _check_made(grid: GridSettings, chosen: Sequence[Cell], *, fresh: bool = Fal
     elif differ:
         cell, why = differ[0]
         made = f"{len(differ)} cells of {grid.output} were made with other settings, {cell.name} with {'; '.join(why)}"
-        remedy = "--fresh runs them anew and keeps what they have, --output names another folder"
+        remedy = "add --fresh to run them again, which moves their old results aside, or --output to use another folder"
         raise ValueError(f"{made}: {remedy}")
 
 

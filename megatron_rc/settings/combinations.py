@@ -123,8 +123,7 @@ COMBINATIONS = (
     ),
     Combination(
         lambda job, start: (
-            (job.correction.centering == "support") != job.rollout.sampling().truncates
-            and job.correction.centering != "none"
+            job.correction.centering not in ("none", "support" if job.rollout.sampling().truncates else "top")
         ),
         "correction.centering must be 'support' where rollout.top_p or rollout.top_k keeps some ids, 'top' where all "
         "are kept, got {job.correction.centering!r}",

@@ -10,12 +10,13 @@ from simulated_dumps import TRAPS, diagnosed, world
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import conditions, output, terminal
-from megatron_rc.analyze.accepted import Accepted, read_accepted
+from megatron_rc.analyze.accepted import FOR_GOOD, Accepted, read_accepted
 from megatron_rc.analyze.commands import DEMO
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.rules import judge
+from megatron_rc.analyze.rules.rule import DOUBTS
 from megatron_rc.cli import app
 
 TODAY = datetime.date.today()
@@ -95,14 +96,21 @@ def test_an_unknown_code_is_refused_before_the_dump_is_read(tmp_path: Path) -> N
     assert done.exit_code != 0 and "unknown rule 'RC999'" in str(done.exception or done.output)
 
 
-def test_what_an_earlier_report_found_or_could_not_judge_beside_it_does_not_count(tmp_path: Path) -> None:
+def test_what_an_earlier_report_found_does_not_count_and_hides_what_it_hid(tmp_path: Path) -> None:
     command, earlier = ["analyze", SICK, "--no-html"], tmp_path / "earlier.json"
     earlier.write_text(CliRunner().invoke(app, [*command, "--json"]).output)
-    done = CliRunner().invoke(app, [*command, "--require", "RC=none", "--baseline", str(earlier)])
+    command += ["--require", "RC=none", "--baseline", str(earlier)]
+    done = CliRunner().invoke(app, command)
     said = " ".join(done.output.split())
-    assert done.exit_code == 0 and "NUMERICS: no sign of a bug but those that were accepted" in said
+    assert done.exit_code == 0 and "NUMERICS: no sign of a bug other than those accepted" in said
     assert "RC102 does not count (it is in earlier.json)" in said
-    assert "RC103 does not count (earlier.json does not judge it beside RC102)" in said
-    # a report in which the finding had not come yet hides nothing
-    earlier.write_text(json.dumps({"verdicts": [], "accepted": [], "not_judged": {}}))
-    assert CliRunner().invoke(app, [*command, "--require", "RC=none", "--baseline", str(earlier)]).exit_code == 4
+    assert "Not judged before RC102 is fixed: RC103, " in said
+    # what it could not judge then counts as soon as that bug is not there, and so does what it does not have
+    for found in ([], [{"code": "RC303", "level": "BUG"}], [{"code": "RC102", "level": "numerics"}]):
+        earlier.write_text(json.dumps({"verdicts": found}))
+        assert CliRunner().invoke(app, command).exit_code == 4
+
+
+def test_a_bug_behind_that_of_the_baseline_counts_once_that_is_mended(stale: Diagnosis) -> None:
+    baseline = Known(accepted=(Accepted("RC102", "it is in earlier.json", FOR_GOOD),))
+    assert [v.code for v in judge(replace(stale.evidence, known=baseline)).verdicts if v.level in DOUBTS] == ["RC303"]

@@ -48,7 +48,6 @@ def test_a_check_that_fires_without_structure_does_not_count() -> None:
 
     said = outcome("large", large, evidence)
     assert said.holds and f"not counted, because it also finds something in {COPIES} of {COPIES}" in said.sentence
-    # the copies have the gap and the columns of the dump, and no server that is louder
     null = seen[-1]
     assert null.columns == evidence.columns and null.whole.k3 == pytest.approx(evidence.whole.k3, rel=0.2)
     assert evidence.noise.loudest(evidence.sample.per_token("server"))[0].ratio > 3
@@ -60,6 +59,7 @@ def test_a_check_that_fires_without_structure_does_not_count() -> None:
     [
         ("def check(evidence", "ended with SyntaxError"),
         ("import absent_module", "ended with ModuleNotFoundError"),
+        ("raise SystemExit", "ended with SystemExit"),
         ("rule = 1", "has no function check(evidence)"),
         ("def check(evidence): return evidence.speed", "check of {file} ended with AttributeError"),
         ("def check(evidence): return True", "must return a sentence or None, got bool"),

@@ -7,7 +7,6 @@ import pytest
 from refusals import run
 from simulated_dumps import write_dump
 
-from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.chunk import Chunk
 
 LENGTH, RESPONSES = 24, 40
@@ -45,7 +44,6 @@ def test_text_is_never_shared_and_needs_ids(folder: Path) -> None:
     given = ("--tokenizer", folder / "tokenizer.json", "--no-html")
     assert run("analyze", folder / "dump.parquet", *given, "--share").is_refusal("which --share leaves out")
     rows = np.full((4, 5), -1.0)
-    assert not diagnose(rows, rows - 0.1).evidence.has("token_id")
     bare = Chunk(rows.reshape(-1), rows.reshape(-1), np.arange(5) * 5, {}, {"step": np.zeros(4, int)})
     write_dump(bare, folder / "bare.parquet")
     assert run("analyze", folder / "bare.parquet", *given).is_refusal("needs the column token_id")

@@ -32,7 +32,7 @@ class ScriptArgs(U.ExecuteTrainConfig):
         self.pipeline = U.guess(self.model_name)
 
 def execute(args: ScriptArgs):
-    ckpt_args = f"--save /out/{args.run_id} " f"--save-interval {2 if args.fp8 else 20} "
+    ckpt_args = f"--save /out/{args.run_id} " f"--save-interval {2 if args.fp8 else 19 + args.num_nodes} "
     if args.fp8:
         ckpt_args += "--fp8-format e4m3 "
     if args.recipe.fp8:
@@ -42,6 +42,8 @@ def execute(args: ScriptArgs):
     match args.backend:
         case "fsdp":
             perf_args = "--train-backend fsdp "
+        case "torch" | "jax":
+            perf_args = "--no-megatron "
         case "megatron":
             perf_args = f"--tensor-model-parallel-size {args.tensor} --pipeline-model-parallel-size {args.pipeline} "
         case _:

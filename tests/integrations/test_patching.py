@@ -143,23 +143,19 @@ def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.Mo
                 module("core")
 
 
-@pytest.mark.parametrize("parameters", ["x, scale", None], ids=["other parameters", "missing"])
+@pytest.mark.parametrize(("name", "parameters"), [("loss", "x, scale"), ("absent", "x")])
 def test_a_symbol_that_these_settings_do_not_need_may_be_missing_or_have_changed(
-    parameters: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, parameters: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, expected = ("loss", parameters) if parameters else ("absent", "x")
-    conditional = Symbol("tiny_host.core", name, expected, make, "", lambda session: session.wanted)
-    for wanted in (True, False):
-        state = SimpleNamespace(originals=[], released=0, wanted=wanted)
-        symbols = (conditional, *host().symbols[1:])
-        use(monkeypatch, symbols=symbols, prepare=lambda correction, lr_rule, state=state: state)
-        if wanted:
-            with pytest.raises(ValueError, match=f"tiny cannot be patched: tiny_host.core.{name} "):
-                patch("tiny", correction=NONE)
-        else:
-            with patch("tiny", correction=NONE) as patched:
-                assert module("core").loss(1) == "host loss" and name not in patched.report()
-                assert module("core").decorated(1) == "ours, not host decorated"
+    conditional = Symbol("tiny_host.core", name, parameters, make, "", lambda session: session.wanted)
+    state = SimpleNamespace(originals=[], released=0, wanted=True)
+    use(monkeypatch, symbols=(conditional, *host().symbols[1:]), prepare=lambda correction, lr_rule: state)
+    with pytest.raises(ValueError, match=f"tiny cannot be patched: tiny_host.core.{name} "):
+        patch("tiny", correction=NONE)
+    state.wanted = False
+    with patch("tiny", correction=NONE) as patched:
+        assert module("core").loss(1) == "host loss" and name not in patched.report()
+        assert module("core").decorated(1) == "ours, not host decorated"
 
 
 def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice_and_undoing_twice_counts_once() -> None:

@@ -206,6 +206,5 @@ print("ANSWER", ray.get(loss.remote()))
 def test_a_ray_process_is_patched_by_what_the_main_process_hands_on() -> None:
     environment = sources.environment(MEGATRON_RC_CONFIG="{correction: token-tis}")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", RAY], env=environment, capture_output=True, text=True)
-    assert done.stdout.rpartition("ANSWER ")[2].strip() == "megatron_rc.integrations.verl.policy_loss", done.stderr[
-        -4000:
-    ]
+    module = done.stdout.rpartition("ANSWER ")[2].strip()
+    assert module == "megatron_rc.integrations.verl.policy_loss", done.stderr[-4000:]

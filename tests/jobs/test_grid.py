@@ -118,7 +118,10 @@ def test_a_cell_of_other_settings_is_refused_or_run_anew_and_a_cell_branches_off
     first, refused, anew, table_only = run_together(commands, tmp_path)
     assert first[0] == anew[0] == table_only[0] == 0, (first, anew)
     assert refused[0] == 2 and "2 cells of" in refused[1]
-    assert "were made with other settings, plain seed 1 with train.lr 0.0001 -> 0.001: --fresh runs them" in refused[1]
+    assert (
+        "were made with other settings, plain seed 1 with train.lr 0.0001 -> 0.001: add --fresh to run them again"
+        in refused[1]
+    )
     plain, rescued = (tmp_path / f"out/{arm}/seed-1" for arm in ("plain", "rescued"))
     for folder in (plain, rescued):
         assert (folder / "earlier-1/metrics.jsonl").is_file()

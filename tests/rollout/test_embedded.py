@@ -101,17 +101,10 @@ def test_logprobs_are_renormalised_over_the_kept_ids(top_k: int, top_p: float, p
     for sample in engine_of("dense", weights).generate(PROMPTS, params, n=4, seeds=range(20)):
         assert sample.support is not None and len(sample.support) == len(sample.output_ids)
         assert sample.top_ids is not None and sample.top_rollout_logprobs is not None
-        top = [
-            dict(zip(*rows, strict=True))
-            for rows in zip(sample.top_ids.tolist(), sample.top_rollout_logprobs.tolist(), strict=True)
-        ]
+        tops = zip(sample.top_ids.tolist(), sample.top_rollout_logprobs.tolist(), strict=True)
+        columns = sample.output_ids, sample.logprobs, sample.support, [dict(zip(*rows, strict=True)) for rows in tops]
         for logits, token, logprob, kept, listed in zip(
-            reference_logits(model, sample).tolist(),
-            sample.output_ids,
-            sample.logprobs,
-            sample.support,
-            top,
-            strict=True,
+            reference_logits(model, sample).tolist(), *columns, strict=True
         ):
             expected = kept_by_hand(logits, 1.3, top_k, top_p)
             assert kept == sorted(expected)

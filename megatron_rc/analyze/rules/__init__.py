@@ -37,7 +37,7 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
         check_code(code)
     verdicts: list[Verdict] = []
     accepted: list[Verdict] = []
-    agreed = {each.code for each in evidence.known.accepted if each.holds}
+    agreed = {each.code: each for each in evidence.known.accepted if each.holds}
     not_run: dict[str, list[str]] = {}
     not_judged: dict[str, str] = {}
     bug = ""
@@ -50,6 +50,7 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
         elif (verdict := rule.verdict(evidence)) is not None:
             (accepted if rule.code in agreed and verdict.level in DOUBTS else verdicts).append(verdict)
         wrong = [v.code for v in verdicts if v.level in DOUBTS]
+        wrong += [v.code for v in accepted if agreed[v.code].is_baseline]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage
         if wrong and last_of_stage:
             bug = wrong[0]

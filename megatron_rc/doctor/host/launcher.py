@@ -1,8 +1,8 @@
 """The command that a launcher in Python starts by ``execute_train(train_args=...)``, as those of miles do.
 
-The file is read and never run. Strings and plain values are followed from the fields of the dataclass that it takes
-through the function that calls execute_train. What a call computes is a word such as ${args_run_id}; what stands in a
-branch whose condition is not known are words that the command may have.
+The file is read and never run. Strings and plain values are followed from the fields of the dataclass that it takes,
+at their defaults, through the function that calls execute_train. What a call computes is a word such as
+${args_run_id}; what stands in a branch whose condition is not known are words that the command may have.
 """
 
 import ast
@@ -158,8 +158,12 @@ class _Reader:
 
     def _match(self, subject: Any, cases: list[ast.match_case]) -> None:
         for case in cases:
-            wanted = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
-            holds = None if subject is _UNKNOWN else wanted is None or self._value(wanted) == subject
+            holds: bool | None = None
+            match case.pattern:
+                case ast.MatchAs(pattern=None) if subject is not _UNKNOWN and not case.guard:
+                    holds = True
+                case ast.MatchValue(value=wanted) if subject is not _UNKNOWN and not case.guard:
+                    holds = self._value(wanted) == subject
             self._branch(holds, case.body, [])
             if holds:
                 return
@@ -189,7 +193,10 @@ class _Reader:
                 found = [self._value(item) for item in items]
                 return _UNKNOWN if _UNKNOWN in found else found
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return Text(_text(self._value(left), left).parts + _text(self._value(right), right).parts)
+                sides = self._value(left), self._value(right)
+                if all(isinstance(side, int | float) for side in sides):
+                    return sides[0] + sides[1]
+                return Text(_text(sides[0], left).parts + _text(sides[1], right).parts)
             case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
                 return _computed(op, self._value(left), self._value(right))
             case ast.BoolOp(op=op, values=values):

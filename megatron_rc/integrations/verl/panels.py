@@ -25,12 +25,12 @@ def panels_of_verl(
     """
     finite = train.isfinite() & rollout.isfinite()
     counted = mask * finite
-    if not counted.any():
+    rows = counted.any(-1)  # verl would count a row of padding as a response
+    if not rows.any():
         return {}
     given = {"old_log_probs": torch.where(finite, train, 0), "rollout_log_probs": torch.where(finite, rollout, 0)}
     given["response_mask"] = counted
-    # verl would count a row of padding as a response
-    apart = SimpleNamespace(batch={name: values[counted.any(-1)] for name, values in given.items()})
+    apart = SimpleNamespace(batch={name: values[rows] for name, values in given.items()})
     apart.union = lambda weights: apart
     metrics: dict[str, float] = original(apart, settings_of_verl(correction))[1]
     return metrics

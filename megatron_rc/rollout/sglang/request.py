@@ -190,13 +190,9 @@ class Request:
         support = None
         if self.params.truncates:
             support, logprobs = self._support(ids, meta)
-        top_ids, top_logprobs = self._top(len(ids), meta) if self.params.top_logprobs else (None, None)
-        if support and top_ids is not None and top_logprobs is not None:
-            # the server lists ids of the whole vocabulary; both log-probs of the drawn token tell the mass of the kept
-            kept = torch.tensor([[i in row for i in top] for top, row in zip(top_ids.tolist(), support, strict=True)])
-            moved = top_logprobs + (torch.tensor(logprobs) - torch.tensor(own))[:, None]
-            top_ids, top_logprobs = top_ids.where(kept, -1), moved.where(kept, float("-inf"))
-            _check_mass(top_logprobs)
+        # from the log-prob of the drawn token among all ids to that among the kept ones
+        by_kept = torch.tensor(logprobs) - torch.tensor(own)
+        top_ids, top_logprobs = self._top(meta, support, by_kept) if self.params.top_logprobs else (None, None)
         retractions = int(meta["num_retractions"]) if "num_retractions" in meta else 0
         routes = self._routes(len(ids), retractions, meta) if self.routes is not None else None
         cached = int(meta["cached_tokens"]) if "cached_tokens" in meta else None
@@ -242,18 +238,23 @@ class Request:
                 raise DamagedAnswer("support_mismatch", f"a kept id is outside the vocabulary of {self.vocab_size}")
         return kept, checked_logprobs(values)
 
-    def _top(self, outputs: int, meta: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _top(self, meta: Mapping[str, Any], support: Any, by_kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and log-probs [n, k]; with ``support`` those of the kept ids, which ``by_kept`` [n] nats renormalises."""
         rows, k = meta.get("output_top_logprobs"), self.params.top_logprobs
-        if not rows or len(rows) != outputs or any(row is None or len(row) != k for row in rows):
+        if not rows or len(rows) != len(by_kept) or any(row is None or len(row) != k for row in rows):
             raise DamagedAnswer("missing_top_logprobs", f"not every token came back with {k} top log-probs")
         values = checked_logprobs([entry[0] for row in rows for entry in row])
         ids = torch.tensor([[entry[1] for entry in row] for row in rows])
         if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.vocab_size:
             raise DamagedAnswer("bad_answer", f"a top id is no integer below the vocabulary of {self.vocab_size}")
         logprobs, ordered = torch.tensor(values).view(ids.shape), ids.sort(1).values
-        if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise DamagedAnswer("bad_top_logprobs", "the top ids of a token repeat")
-        _check_mass(logprobs)
+        if support is not None:
+            # the server lists ids of the whole vocabulary
+            sets = zip(rows, map(set, support), strict=True)
+            kept = torch.tensor([[entry[1] in kept_ids for entry in row] for row, kept_ids in sets])
+            ids, logprobs = ids.where(kept, -1), (logprobs + by_kept[:, None]).where(kept, float("-inf"))
+        if (ordered[:, 1:] == ordered[:, :-1]).any() or logprobs.double().exp().sum(1).max() > 1 + _MASS_BY_ROUNDING:
+            raise DamagedAnswer("bad_top_logprobs", "the top ids of a token repeat, or their mass is above 1")
         return ids.to(torch.int32), logprobs
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
@@ -300,11 +301,6 @@ class Request:
             return -1
         sentence = f"the weights are called {name!r:.40}, the newest are {self.newest_version}"
         raise DamagedAnswer("unknown_version", sentence)
-
-
-def _check_mass(logprobs: Tensor) -> None:
-    if logprobs.double().exp().sum(1).max() > 1 + _MASS_BY_ROUNDING:
-        raise DamagedAnswer("bad_top_logprobs", "the mass of the top ids of a token is above 1")
 
 
 def missing_kept_ids(info: Mapping[str, Any], params: SamplingParams) -> tuple[str, str] | None:
