@@ -10,12 +10,12 @@ import pytest
 import torch
 from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, repetition_penalty, world
 
-from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.diagnosis import diagnose_dump
-from megatron_rc.analyze.readers import parquet
+from megatron_rc.analyze.readers import open_dump, parquet
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.rules.rule import Level
-from megatron_rc.analyze.statistics.draws import SETS, came_before, draws_of
+from megatron_rc.analyze.statistics.draws import FIELDS, SETS, came_before, draws_of
 from megatron_rc.engine import HiddenSampling, SamplingParams
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 
@@ -135,7 +135,22 @@ def test_a_file_of_a_real_engine_is_read_and_its_hidden_sampling_named(
     }
     pq.write_table(pa.table(lists), tmp_path / "step-000001.parquet")
     found = diagnose_dump(tmp_path)
-    assert found.evidence.draws is not None and found.evidence.has("draws")
+    # miles' train data hold the same as tensors per sample
+    names = {"log_probs": "old_logprobs", "rollout_log_probs": "rollout_logprobs", "rollout_topk_log_probs":
+             "top_rollout_logprobs", "rollout_topk_token_ids": "top_ids"}  # fmt: skip
+    columns = {name: [torch.tensor(row) for row in lists[own]] for name, own in names.items()}
+    columns["tokens"] = [torch.tensor([*s.prompt_ids, *s.output_ids]) for s in samples]
+    columns |= {f"{name}_lengths": [len(row) for row in columns[of]] for name, of in
+                (("response", "log_probs"), ("total", "tokens"))}  # fmt: skip
+    torch.save({"rollout_id": 0, "rank": 0, "rollout_data": columns}, tmp_path / "miles.pt")
+    of_files = (join([*open_dump(tmp_path / name).chunks()]) for name in ("miles.pt", "step-000001.parquet"))
+    draws_of_miles, draws = (chunk.tokens["draws"] for chunk in of_files)
+    for field in FIELDS:
+        np.testing.assert_allclose(draws_of_miles[field], draws[field])
+    columns["rollout_topk_log_probs"][0] = columns["rollout_topk_log_probs"][0][:, :-1]
+    torch.save({"rollout_id": 0, "rank": 0, "rollout_data": columns}, tmp_path / "miles.pt")
+    list((dump := open_dump(tmp_path / "miles.pt")).chunks())
+    assert dump.corrupt.count == 1 and "rollout_topk_log_probs as many numbers" in dump.corrupt.first[0]
     codes = levels(found)
     if said is None:
         assert "RC109" not in codes

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_rc.analyze.chunk import Floats, Integers
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.torch_file import value_of
+from megatron_rc.analyze.statistics.draws import came_before, draws_of
 
 LOG_PI, LOG_MU = "log_probs", "rollout_log_probs"
 PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "advantages"}
@@ -19,7 +22,10 @@ PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "adva
 FINISH_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 """Finish reasons by the status of a sample before training."""
 
-READ = (LOG_PI, LOG_MU, *PER_TOKEN.values(), "tokens", "response_lengths", "total_lengths", "truncated",
+TOP_IDS, TOP = "rollout_topk_token_ids", "rollout_topk_log_probs"
+"""Most probable ids of miles' sampler, [response, k], and their log-probs."""
+
+READ = (LOG_PI, LOG_MU, TOP_IDS, TOP, *PER_TOKEN.values(), "tokens", "response_lengths", "total_lengths", "truncated",
         "weight_versions")  # fmt: skip
 """Columns that are read from disk."""
 
@@ -37,6 +43,8 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
         rows.check_sizes({"tokens": ids}, total, "total_lengths says")
         tokens["token_id"] = ids[total - response :]
     rows.check_sizes({LOG_PI: log_pi, LOG_MU: log_mu, **tokens}, response, "response_lengths says")
+    if values.get(TOP) is not None:
+        tokens["draws"] = _draws(values.get(TOP_IDS), values[TOP], log_mu, tokens.get("token_id"))
     if total < response:
         raise rows.BadRow(f"total_lengths says {total}, response_lengths says {response}")
     versions = values.get("weight_versions")
@@ -53,6 +61,14 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
         if len(set(numbers)) == 1:
             tokens["version"] = np.full(response, numbers[0], dtype=np.int64)
     return rows.Row(log_pi, log_mu, tokens, {**sequence, **known})
+
+
+def _draws(ids: Any, top: Any, log_mu: Floats, token_id: Integers | None) -> NDArray[Any]:
+    arrays = [v for v in (ids, top) if isinstance(v, np.ndarray) and v.ndim == 2 and len(v) == log_mu.size]
+    if len(arrays) < 2 or ids.shape != top.shape or (ids.dtype.kind, top.dtype.kind) not in (("i", "f"), ("u", "f")):
+        raise rows.BadRow(f"{TOP_IDS} must be ids, and {TOP} as many numbers, of every response token")
+    came = None if token_id is None else came_before(ids, token_id, np.array([0, len(ids)]))
+    return draws_of(top, log_mu, came)
 
 
 def columns_before(sample: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
