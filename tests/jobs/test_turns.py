@@ -21,6 +21,7 @@ JOB: dict[str, Any] = {
 MODELS = {kind: {**fields, "vocab_size": 44} for kind, fields in (("dense", DENSE), ("moe", MOE))}
 WARM = {"warmup": {"steps": 12, "lr": 1e-2, "batch_size": 32}, "train": {"steps": 0}}
 """Enough for calls, not for right ones."""
+CENTRED = ["correction=centered-tis", "rollout.amplify=0.3", "rollout.top_logprobs=8", "train.steps=14"]
 SEGMENTS = ["rollout.dtype=bf16", "rollout.top_k=20", "correction={weight: {level: segment, upper: 1.0001}}"]
 
 
@@ -30,15 +31,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = settings_file(folder / "warming", {"model": {"config": MODELS["dense"]}, "task": TASK, **WARM})
     config = settings_file(folder / "dense", {**JOB, "model": {"hf_path": str(folder / "warm" / "hf")}})
     experts = settings_file(folder / "moe", {**JOB, "model": {"config": MODELS["moe"]}})
-    replay = ["rollout.engine=recorded", f"rollout.recorded_path={folder / 'whole' / 'dump'}"]
+
+    def of(name: str) -> list[str]:
+        return ["rollout.engine=recorded", f"rollout.recorded_path={folder / name / 'dump'}"]
+
     commands = [
         train(warm, folder / "warm"),
         train(config, folder / "whole", "dump.tokens=true"),
         train(config, folder / "segments", *SEGMENTS),
         train(config, folder / "two steps", "train.steps=2"),
         train(config, folder / "two steps"),  # goes on from its checkpoint
-        train(config, folder / "replayed", *replay),
+        train(config, folder / "replayed", *of("whole")),
         train(config, folder / "asynchronous", "train.asynchronous=1", "train.keep_sampling_weights=true"),
+        train(config, folder / "centred", *CENTRED, "dump={tokens: true, keep: 14}"),
+        train(config, folder / "centred by the linear head", *CENTRED, *of("centred"), "train.head=linear"),
         train(experts, folder / "routes", "moe={record: true, replay: R3}", "rollout.temperature=0.5", "train.steps=1"),
     ]
     for (status, said), command in zip(run_together(commands, folder), commands, strict=True):
@@ -99,3 +105,12 @@ def test_segments_are_weighted_turn_by_turn(runs: Path) -> None:
 def test_a_job_that_goes_on_and_one_that_replays_repeat_the_metrics(runs: Path) -> None:
     whole, *others = (timeless(steps(runs, name), "eval/accuracy") for name in ("whole", "two steps", "replayed"))
     assert others == [whole] * 2
+
+
+def test_score_centering_of_logits_and_of_the_linear_head_agree_for_ten_recorded_steps(runs: Path) -> None:
+    pairs = zip(steps(runs, "centred"), steps(runs, "centred by the linear head"), strict=True)
+    updated = [pair for pair in pairs if pair[0]["updates"]]
+    assert len(updated) >= 10 and max(logits["centering/drift_removed"] for logits, _ in updated) > 1e-3
+    for logits, linear in updated:
+        for name in ("loss", "grad_norm", "centering/drift_removed", "current/k3"):
+            assert linear[name] == pytest.approx(logits[name], rel=1e-5), (logits["step"], name)
