@@ -1,6 +1,6 @@
 """RolloutCorrection: the importance weight, the rejections and the old policy; its presets and YAML."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -94,6 +94,13 @@ class RolloutCorrection:
             of_token = gate.level == "token" and gate.when == "always" and gate.statistic in STATISTICS
             if not of_token or gate.statistic == STANDARDIZED:
                 raise ValueError(f"reject must not hold {gate.name!r} {where}: a gate must judge a token's pi and mu")
+
+    def centred(self, centering: Centering) -> "RolloutCorrection | None":
+        """The same weight and gates with score centering; None if they judge more than a token's pi and mu."""
+        try:
+            return replace(self, centering=centering, old="current", normalize="none", surrogate=None)
+        except ValueError:
+            return None
 
     @property
     def acts(self) -> bool:

@@ -76,6 +76,9 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         ),
         "centering/tail_ratio_clamped": JobMetric("share", "tokens whose alpha is at a bound, 1 / 1000 or 1000"),
         "centering/drift_removed": JobMetric("", "norm of the mean score that centering removes, over these logits"),
+        "centering/residual_drift": JobMetric(
+            "", "the same norm of what the weights leave without centering; with old: current and top_logprobs"
+        ),
     },
     "Learning-rate rules": _of_rule(OF_EVERY_RULE),
     **{rule.title: _of_rule(rule.metrics) for rule in RULES.values()},

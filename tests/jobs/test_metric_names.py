@@ -33,6 +33,7 @@ CASES = {
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
     "clipped": [
+        "rollout.top_logprobs=4",
         "correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}",
         "lr_rule={rule: mismatch, action: halve}",
         "train.grad_cosine=true",

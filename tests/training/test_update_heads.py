@@ -165,6 +165,7 @@ def test_centering_acts_and_says_what_it_removed(results: Any) -> None:
     assert (plain["gradient"] - centred["gradient"]).norm() > 0.01 * plain["gradient"].norm()
     metrics = centred["metrics"]
     assert 0 < metrics["centering/top_train_mass"] < metrics["centering/top_rollout_mass"] < 1
+    assert metrics["centering/drift_removed"] == pytest.approx(plain["metrics"]["centering/residual_drift"], rel=1e-6)
     assert metrics["centering/drift_removed"] > 0.01 and metrics["centering/tail_ratio_clamped"] == 0
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.correct import Corrected, correct, pair_metrics
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
@@ -57,14 +58,17 @@ class MicroLoss:
     def _two_policies(self, answer: Answer) -> tuple[Tensor, Collected]:
         """The same where the correction, and so the loss, needs the current log-probs of whole sequences first."""
         batch, extras = answer.micro.batch, answer.micro.extras
-        term, sums = None, MetricSums()
-        if self.correction.centering == "none":
+        term, sums, centred = None, MetricSums(), self._centred(batch)
+        if centred is None:
             current, entropy = answer.logprobs(with_entropy=True)
         else:
-            given = (answer.values, answer.micro, self.correction)
-            current, entropy, centering = answer.head.centered(*given, with_entropy=True)
-            term = centering.term
-            sums.merge(centering_metrics(centering, batch.loss_mask).prefixed("centering/"))
+            current, entropy, centering = answer.head.centered(answer.values, answer.micro, centred, with_entropy=True)
+            if self.correction.centering != "none":
+                term = centering.term
+                sums.merge(centering_metrics(centering, batch.loss_mask).prefixed("centering/"))
+            else:
+                left = torch.where(batch.loss_mask, centering.drift, 0).sum()
+                sums.merge(MetricSums.of_means({"centering/residual_drift": (left, batch.loss_mask.sum())}))
         if not self.options.entropy_coef:
             assert entropy is not None
             # there was no pass before the update that could say it, and here it costs no further reading of the logits
@@ -87,6 +91,14 @@ class MicroLoss:
         result = self._terms(extras, old, corrected).loss_of(current, entropy, self.backend, term)
         sums = corrected.metrics.prefixed("current/").merge(sums)
         return result.loss, Collected(sums.merge(result.metrics), current.detach())
+
+    def _centred(self, batch: TokenBatch) -> RolloutCorrection | None:
+        """The correction with the centering that acts, or that measures what its weights leave; None without any."""
+        if self.correction.centering != "none":
+            return self.correction
+        if batch.top is None or self.correction.old != "current":
+            return None
+        return self.correction.centred("top" if batch.support is None else "support")
 
     def _terms(self, extras: MicroExtras, old: Tensor | None, corrected: Corrected) -> LossTerms:
         assert extras.advantages is not None and extras.scale is not None
