@@ -1,6 +1,7 @@
 """Short dumps of a real model, healthy and with a fault injected, for the tests of analyze: tests/support/data/real.
 
     python benchmarks/real/dumps.py runs/real/gap
+    python benchmarks/real/dumps.py runs/real/steps      # of a run and its growing lag, to tests/support/data/sampled
 
 A healthy one has 16 responses of one step of a row of gap.yaml: 1,700 to 2,900 tokens. Parts 0 and 1 of a step are for
 finding limits; the names of the others end in `aside`: they are for judging limits that were found without them.
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
-from diagnosis.traps.dumps import BITS, read, write
+from diagnosis.traps.dumps import BITS, read, with_columns, write
 from diagnosis.traps.faults import late_by_one
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.dump.schema import step_files
@@ -62,6 +63,21 @@ def parts(chunk: Chunk) -> list[Chunk]:
     return [chunk.select_sequences(part == number) for number in range(PARTS)]
 
 
+def of_steps(steps: Path) -> None:
+    """Every step for half of the prompts each: of weights that are fresh, and of those that get older."""
+    fresh, old = (read(steps / f"{name}-recompute/seed-101/dump") for name in ("fresh", "lag-16"))
+    # a sync that fails and says nothing leaves the labels of the weights that should have come
+    failed = with_columns(old, version=old.per_token("trainer_version"))
+    unlabelled = replace(old, tokens={name: values for name, values in old.tokens.items() if name != "version"})
+    kinds = {"healthy-steps": fresh, "healthy-growing-lag-labelled": old}
+    kinds |= {"growing-lag-unlabelled": unlabelled, "sync-failing": failed}
+    unused = ("finish_reason", "pack_position", "retractions", "syncs", "top1_prob", "train_rank")
+    for name, chunk in kinds.items():
+        for half, suffix in enumerate(("s0", "s1-aside")):
+            kept = chunk.select_sequences(chunk.sequences["group"] % 2 == half)
+            write(kept, DUMPS.with_name("sampled") / f"{name}-{suffix}.parquet", without=unused, bits=BITS)
+
+
 def main(gap: Path) -> None:
     DUMPS.mkdir(parents=True, exist_ok=True)
     for old in DUMPS.glob("*.parquet"):
@@ -80,4 +96,5 @@ def main(gap: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    of_steps(folder) if (folder / "fresh-recompute").is_dir() else main(folder)

@@ -93,6 +93,11 @@ class Diagnosis:
         """True without the column entropy: then a hidden temperature or top-p cannot be excluded."""
         return not self.evidence.has("entropy")
 
+    @property
+    def lagged(self) -> bool:
+        """True where the lag of the policy explains a part of the gap: no part of its course is then the engines'."""
+        return any(verdict.code == "RC502" for verdict in self.verdicts)
+
     @cached_property
     def recommendation(self) -> Recommendation:
         """The correction that suits the gap, or what must be done before any correction."""

@@ -228,9 +228,9 @@ def percent(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.0f}"
 
 
-def course(found: Decomposition | None, line: Timeline) -> str:
+def course(found: Decomposition | None, line: Timeline, *, lagged: bool = False) -> str:
     """One sentence on a run of several steps, such as "k3 grew 3.1x from steps 0-24 to 75-99: engine 80 %, ..."."""
-    parts = [] if found is None else [growth(found)]
+    parts = [] if found is None else [growth(found, lagged=lagged)]
     if line.jumps:
         parts.append(f"jump{'s' * (len(line.jumps) > 1)} at step {', '.join(str(jump.step) for jump in line.jumps)}")
     if line.drift is not None:
@@ -244,16 +244,20 @@ def course(found: Decomposition | None, line: Timeline) -> str:
     return "; ".join(parts)
 
 
-def growth(found: Decomposition) -> str:
+def growth(found: Decomposition, *, lagged: bool) -> str:
     """Whether k3 changed between the first and last steps, and why, without a capital and a full stop."""
     before, after = (steps_of(side.first_step, side.last_step) for side in (found.before, found.after))
     if not found.changed:
         return f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)"
     verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
-    shares = ", ".join(
-        f"{part.name} {round(100 * part.share)} +- {round(100 * (part.share_error or 0))} %"
-        for part in found.parts
-        if part.share is not None
+    shares = (
+        "older weights sampled, which move all of its parts"
+        if lagged
+        else ", ".join(
+            f"{part.name} {round(100 * part.share)} +- {round(100 * (part.share_error or 0))} %"
+            for part in found.parts
+            if part.share is not None
+        )
     )
     return f"k3 {verb} {factor:.2g}x from {before} to {after}: {shares}"
 

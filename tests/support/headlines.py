@@ -9,11 +9,13 @@ def contradictions(found: Diagnosis) -> list[str]:
     """What the report says that its headline or recommendation denies; empty if nothing."""
     evidence, said, large = found.evidence, headline(found), found.evidence.whole.k3 >= 1e-3
     experts = any(verdict.code == "RC404" for verdict in found.verdicts)
+    # later tokens may only be less certain: then no response adds up
+    coherent = evidence.growth.coherence > 2
     all_clear = said == HEADLINES[Level.NUMERICS]
     denied = {
         "a rule doubts": all_clear and any(verdict.level in DOUBTS for verdict in found.verdicts),
         # both are NaN where there are too few responses
-        "the gap adds up": all_clear and large and not experts and evidence.growth.exponent >= 0.8,
+        "the gap adds up": all_clear and large and not experts and evidence.growth.exponent >= 0.8 and coherent,
         "few tokens carry it": all_clear and large and not experts and evidence.token_tail.k > 0.7,
         "too few tokens": all_clear and evidence.whole.tokens < 1_000,
         "a bug comes first": ("bug" in found.recommendation.headline) != (found.level is Level.BUG),

@@ -53,7 +53,7 @@ def over_steps(diagnosis: Diagnosis) -> str:
         marks += [] if line.surge.step is None else [Mark(line.surge.step, "surge")]
     series = [Series("k3", [step.step for step in steps], [step.k3 for step in steps])]
     found = diagnosis.decomposition
-    change = "" if found is None else f"; {report_text.growth(found)}"
+    change = "" if found is None else f"; {report_text.growth(found, lagged=diagnosis.lagged)}"
     return card(
         "k3 over steps",
         line_chart(series, title="k3 over steps", logarithmic=True, marks=marks),
@@ -68,7 +68,7 @@ def split(diagnosis: Diagnosis) -> str:
     """What engine, entropy, tail and length multiply the gap by, step by step; empty where nothing can be split."""
     steps = diagnosis.evidence.steps
     first = diagnosis.decomposition
-    if first is None:
+    if first is None or diagnosis.lagged:
         return ""
     before = [step for step in steps if step.step <= first.before.last_step]
     found = [(step.step, parts) for step in steps if (parts := between(before, [step])) is not None]

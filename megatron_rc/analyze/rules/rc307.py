@@ -3,9 +3,9 @@
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
 
-PERSISTENCE, SPREAD = 0.15, 1.45
+PERSISTENCE, SPREAD = 0.2, 1.45
 """From 16 bits on both sides: share of the variance of the noise that the id explains across prompts, and its root mean
-square over its typical size. Healthy 16-bit dumps of real models had at most 0.11 and 1.24, a mixture of experts a
+square over its typical size. Healthy 16-bit dumps of real models had at most 0.19 and 1.41, a mixture of experts a
 spread of 5; weights that were eight updates old 0.23 to 0.64 and 1.7 to 2.1."""
 CERTAIN_PERSISTENCE = 0.45
 """Where the precision is not known: weights in 4 bits reach 0.38, a bias on every 16th id 0.78."""
