@@ -14,8 +14,7 @@ from megatron_rc.logprobs.backends import RowsBackend, computing
 from megatron_rc.logprobs.centering import Centering, TopTerms, check_top, softmax_and_terms, write_centered_gradient
 from megatron_rc.logprobs.checks import check_logits
 from megatron_rc.logprobs.gradient import WeightGradient
-from megatron_rc.logprobs.inputs import ChunkedHead, HeadInputs, chunked_head, entered, scattered
-from megatron_rc.logprobs.linear import Gradients
+from megatron_rc.logprobs.inputs import ChunkedHead, Gradients, HeadInputs, chunked_head, entered, scattered
 from megatron_rc.logprobs.logits import shard_rows, shard_widths
 from megatron_rc.logprobs.reference.rows import Merged, Rows
 
@@ -182,11 +181,9 @@ class _LinearCentered(torch.autograd.Function):
         home = WeightGradient(ctx.weight, final=True) if by_weight else None
         gradients = Gradients(head, hidden, weight, by_hidden, home)
         for (span, rows, logits), (merged, terms) in zip(head.chunks(hidden, weight), ctx.parts, strict=True):
-            by = tuple(None if one is None else one[span] for one in upstream[:3])
-            out = gradients.room(logits)
-            write_centered_gradient(head.computed, out, logits, rows, merged, ctx.top.select(span), terms, by)
-            gradients.take(span, out)
+            *by, by_term = (None if one is None else one[span] for one in upstream[:3])
+            gradients.add(span, rows, logits, merged, *by, centred=(ctx.top.select(span), terms, by_term))
         by_inputs = gradients.hidden
         # or the gradient that `finish` may allocate would be in memory together with the chunk
-        del rows, logits, out, gradients
+        del rows, logits, gradients
         return by_inputs, None if home is None else home.finish(), None, None, None

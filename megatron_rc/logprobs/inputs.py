@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import debug_checks, use_triton
-from megatron_rc.batch import Support
+from megatron_rc.batch import Support, TopIds
 from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
 from megatron_rc.correction.inputs import check_type
 from megatron_rc.logprobs import backends
 from megatron_rc.logprobs.backends import RowsBackend
+from megatron_rc.logprobs.centering import TopTerms, write_centered_gradient
 from megatron_rc.logprobs.checks import check_rows
-from megatron_rc.logprobs.gradient import check_wide_products, product_into
+from megatron_rc.logprobs.gradient import WeightGradient, check_wide_products, product_into
 from megatron_rc.logprobs.logits import shard_rows, shard_widths, softmax_of_rows
 from megatron_rc.logprobs.reference import linear
 from megatron_rc.logprobs.reference.rows import Merged, Rows
@@ -138,6 +139,47 @@ class ChunkedHead(NamedTuple):
 
     def softmax(self, logits: Tensor, rows: Rows) -> Merged:
         return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)
+
+
+class Gradients:
+    """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
+
+    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
+        self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
+        self.hidden = torch.empty_like(hidden) if by_hidden else None
+        self.home = home
+        narrow = head.logits_dtype != hidden.dtype
+        self._narrow = hidden.new_empty(min(head.chunk, len(hidden)), len(weight)) if narrow else None
+
+    def add(
+        self,
+        span: slice,
+        rows: Rows,
+        logits: Tensor,
+        merged: Merged,
+        by_logprobs: Tensor | None,
+        by_entropy: Any,
+        *,
+        centred: tuple[TopIds, TopTerms, Tensor | None] | None = None,
+    ) -> None:
+        """Add what one chunk gives; its logits are overwritten, unless hidden states have fewer bits.
+
+        Args:
+            centred: its top ids and terms, and the gradient by the terms.
+        """
+        if self.hidden is None and self.home is None:
+            return
+        gradient = logits if self._narrow is None else self._narrow[: len(logits)]
+        if centred is None:
+            self._head.computed.write_gradient(gradient, logits, rows, merged, by_logprobs, by_entropy)
+        else:
+            top, terms, by_term = centred
+            by = (by_logprobs, by_entropy, by_term)
+            write_centered_gradient(self._head.computed, gradient, logits, rows, merged, top, terms, by)
+        if self.hidden is not None:
+            product_into(self.hidden[span], gradient, self._weight)
+        if self.home is not None:
+            self.home.add(gradient, self._inputs[span])
 
 
 def chunked_head(

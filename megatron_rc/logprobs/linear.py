@@ -27,13 +27,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import debug_checks, opaque
+from megatron_rc.batch import TopIds
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.logprobs.gradient import WeightGradient, product_into
-from megatron_rc.logprobs.inputs import ChunkedHead, HeadInputs, chunked_head, entered, factor_of, scattered
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.centering import Centering, centering_metrics, check_top, softmax_and_terms
+from megatron_rc.logprobs.gradient import WeightGradient
+from megatron_rc.logprobs.inputs import ChunkedHead, Gradients, HeadInputs, chunked_head, entered, factor_of, scattered
 from megatron_rc.logprobs.logits import Distribution, distribution_of_rows
 from megatron_rc.logprobs.reference import linear as cut_to_size
-from megatron_rc.logprobs.reference.rows import Merged, Rows
+from megatron_rc.logprobs.reference.rows import Merged
 from megatron_rc.loss import policy_loss
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import LossBackend, check_loss_arguments, loss_metrics
@@ -162,6 +165,7 @@ def linear_policy_loss(
     options: LossOptions = LossOptions(),
     head: HeadInputs = HeadInputs(),
     with_entropy: bool = False,
+    top: TopIds | None = None,
     backend: str = "auto",
     upstream: float | Tensor | None = None,
 ) -> LinearPolicyLoss:
@@ -183,6 +187,8 @@ def linear_policy_loss(
         old_logprobs, advantages, corrected, scale, reference_logprobs, options: as in policy_loss, [N] each; scale is 0
             outside of head.rows.
         with_entropy: return the entropy and its metric; needed for options.entropy_coef.
+        top: the sampler's most probable ids, needed for a correction with centering, as in `centered_logprobs`. The
+            weights in corrected must be those of the log-probs here.
         upstream: 0-d or a number, as above.
 
     Raises:
@@ -192,61 +198,31 @@ def linear_policy_loss(
     chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
     if options.entropy_coef and not with_entropy:
         raise ValueError(f"with_entropy must be True when entropy_coef is {options.entropy_coef!r}")
-    if corrected.correction.centering != "none":
-        raise ValueError("centering must be 'none' here, where weights come before log-probs: linear_centered_logprobs")
+    centred = corrected.correction.centering
+    if (top is None) != (centred == "none"):
+        raise ValueError(f"top must be {'given' if top is None else 'None'} when correction.centering is {centred!r}")
+    if top is not None:
+        check_top(top, corrected.correction, targets.shape, head.support)
     inputs = LossInputs.of(old_logprobs, advantages, corrected, scale, reference_logprobs)
     # the log-probs will have the shape of the targets
     check_loss_arguments(inputs, options, corrected.correction, targets, "targets")
     if debug_checks() and head.rows is not None and scale.index_fill(0, head.rows, 0).any():
         raise ValueError("scale must be 0 outside of rows, whose log-probs are not computed")
-    has = {"kl": reference_logprobs is not None, "entropy": with_entropy}
-    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+    if not torch.is_grad_enabled():
         # autograd.Function does not say that gradients are off, and main_grad must stay as it is
-        logprobs, entropy = _logprobs(hidden, weight, targets, head, chunked)
-        computed = policy_loss.computing(backend, current_logprobs=logprobs, entropy=entropy, **inputs.named())
-        loss, totals = computed.policy_loss(logprobs, entropy, inputs, options)
-        return LinearPolicyLoss(loss, loss_metrics(options, totals, **has), logprobs, entropy)
-    if hidden.dtype == torch.float16 and upstream is None:
+        hidden, weight = hidden.detach(), weight.detach()
+    if hidden.dtype == torch.float16 and upstream is None and (hidden.requires_grad or weight.requires_grad):
         raise ValueError("upstream must be given for fp16 hidden states: the loss scale must multiply before rounding")
     computed = policy_loss.computing(backend, hidden=hidden, **inputs.named())
     if head.rows is not None:
-        inputs = inputs.of_tokens(head.rows)
-    loss, totals, logprobs, entropy = _LinearPolicyLoss.apply(
-        entered(hidden, head), weight, chunked, inputs, options, computed, factor_of(upstream, hidden.device)
-    )
-    logprobs = scattered(logprobs, head.rows, targets)
-    entropy = None if entropy is None else scattered(entropy, head.rows, targets)
-    return LinearPolicyLoss(loss, loss_metrics(options, totals, **has), logprobs, entropy)
-
-
-class Gradients:
-    """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
-
-    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
-        self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
-        self.hidden = torch.empty_like(hidden) if by_hidden else None
-        self.home = home
-        narrow = head.logits_dtype != hidden.dtype
-        self._narrow = hidden.new_empty(min(head.chunk, len(hidden)), len(weight)) if narrow else None
-
-    def add(
-        self, span: slice, rows: Rows, logits: Tensor, merged: Merged, by_logprobs: Tensor | None, by_entropy: Any
-    ) -> None:
-        """Add what one chunk gives; its logits are overwritten."""
-        gradient = self.room(logits)
-        self._head.computed.write_gradient(gradient, logits, rows, merged, by_logprobs, by_entropy)
-        self.take(span, gradient)
-
-    def room(self, logits: Tensor) -> Tensor:
-        """Where the gradient of these logits of a chunk goes: over them, unless hidden states have fewer bits."""
-        return logits if self._narrow is None else self._narrow[: len(logits)]
-
-    def take(self, span: slice, gradient: Tensor) -> None:
-        """Add what the gradient of the logits of one chunk gives."""
-        if self.hidden is not None:
-            product_into(self.hidden[span], gradient, self._weight)
-        if self.home is not None:
-            self.home.add(gradient, self._inputs[span])
+        inputs, top = inputs.of_tokens(head.rows), None if top is None else top.select(head.rows)
+    given = (inputs, options, computed, factor_of(upstream, hidden.device), top, corrected.correction)
+    loss, totals, *parts = _LinearPolicyLoss.apply(entered(hidden, head), weight, chunked, *given)
+    logprobs, entropy, *terms = (part if part is None else scattered(part, head.rows, targets) for part in parts)
+    metrics = loss_metrics(options, totals, kl=reference_logprobs is not None, entropy=with_entropy)
+    if terms:
+        metrics.merge(centering_metrics(Centering(*terms), scale).prefixed("centering/"))  # type: ignore[arg-type]
+    return LinearPolicyLoss(loss, metrics, logprobs, entropy)  # type: ignore[arg-type]
 
 
 def _joined(parts: list[Merged]) -> Merged:
@@ -294,26 +270,39 @@ class _LinearPolicyLoss(torch.autograd.Function):
         options: LossOptions,
         computed: LossBackend,
         upstream: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        top: TopIds | None,
+        correction: RolloutCorrection,
+    ) -> tuple[Tensor | None, ...]:
         by_hidden, by_weight, *_ = ctx.needs_input_grad
         home = WeightGradient(weight, final=upstream is not None) if by_weight else None
         gradients = Gradients(head, hidden, weight, by_hidden, home)
         factor = torch.ones((), device=hidden.device) if upstream is None else upstream
-        parts, totals = list[Merged](), list[Tensor]()
+        parts, totals, centrings = list[Merged](), list[Tensor](), list[Centering]()
         for span, rows, logits in head.chunks(hidden, weight):
-            merged = head.softmax(logits, rows)
-            entropy, own = merged.entropy if head.with_entropy else None, inputs.of_tokens(span)
+            own, centred = inputs.of_tokens(span), None
+            if top is None:
+                merged = head.softmax(logits, rows)
+            else:
+                asked = (top.select(span), correction, head.computed, head.tp_group)
+                merged, centring, terms = softmax_and_terms(logits, rows, *asked, with_entropy=head.with_entropy)
+                pull = torch.where(own.scale != 0, own.scale * own.advantages, 0)
+                centred = (asked[0], terms, factor * pull)
+            entropy = merged.entropy if head.with_entropy else None
             total, *by_outputs = computed.policy_loss_gradient(merged.logprobs, entropy, own, options, factor)
-            gradients.add(span, rows, logits, merged, *by_outputs)
+            if centred is not None:
+                total[:2] += (pull * centring.term).sum()
+                centrings.append(centring)
+            gradients.add(span, rows, logits, merged, *by_outputs, centred=centred)
             parts.append(merged)
             totals.append(total)
         merged, sums = _joined(parts), torch.stack(totals).sum(0)
         entropy = merged.entropy if head.with_entropy else None
+        found = [torch.cat(values) for values in zip(*centrings, strict=True)]
         # only these outlive the call: the chunk buffer and the saved hidden states are freed
         ctx.by_hidden, ctx.home, ctx.upstream, ctx.used = gradients.hidden, home, upstream, False
-        ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]))
+        ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]), *found)
         ctx.set_materialize_grads(False)
-        return sums[0].to(merged.logprobs.dtype), sums, merged.logprobs, entropy
+        return sums[0].to(merged.logprobs.dtype), sums, merged.logprobs, entropy, *found
 
     @staticmethod
     @once_differentiable
@@ -323,11 +312,11 @@ class _LinearPolicyLoss(torch.autograd.Function):
         by_hidden, home, ctx.used = ctx.by_hidden, ctx.home, True
         ctx.by_hidden = ctx.home = None
         if by_loss is None:
-            return (None,) * 7
+            return (None,) * 9
         if ctx.upstream is not None and debug_checks() and by_loss.item() != ctx.upstream.to(by_loss.dtype).item():
             raise ValueError(f"upstream must be the gradient by the loss, {by_loss.item()}, got {ctx.upstream.item()}")
         factor = by_loss if ctx.upstream is None else None
         if by_hidden is not None and factor is not None:
             by_hidden.mul_(factor)
         by_weight = None if home is None else home.finish(factor)
-        return by_hidden, by_weight, None, None, None, None, None
+        return by_hidden, by_weight, *(None,) * 7

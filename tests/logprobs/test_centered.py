@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from distributed import Collectives, run_cases
 from torch import Tensor
 
-from megatron_rc import HeadInputs, RolloutCorrection
+from megatron_rc import HeadInputs, LossOptions, RolloutCorrection, correct, linear_policy_loss, policy_loss
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import Support, TopIds
 from megatron_rc.correction.weight import Weight
 from megatron_rc.logprobs.centered import CenteredLogprobs, centered_logprobs, linear_centered_logprobs
+from megatron_rc.logprobs.centering import centering_metrics
 
 TOKENS, HIDDEN, K = 12, 6, 5
 WIDTHS = {1: (13,), 2: (8, 5), 4: (5, 1, 3, 4)}
@@ -92,8 +94,10 @@ def truth(problem: Problem, case: Case, logits: Tensor) -> tuple[tuple[Tensor, T
     return (log_p.gather(1, problem.targets[:, None])[:, 0] * mask, entropy * mask, (c * head).sum(1) * mask), drift
 
 
-def solve(problem: Problem, case: Case, group: Any = None) -> tuple[CenteredLogprobs, list[Tensor], list[Any]]:
-    """(result, this rank's gradients, collectives)."""
+def solve(
+    problem: Problem, case: Case, group: Any = None
+) -> tuple[CenteredLogprobs, list[Tensor], list[Any], list[Any]]:
+    """(result, this rank's gradients, collectives, losses)."""
     rank = 0 if group is None else dist.get_rank(group)
     weight = problem.weight.split(WIDTHS[case.ranks])[rank].clone()
     options = {"tp_group": group, "temperature": case.temperature, "mask": problem.mask, "vocab_size": case.vocab_size}
@@ -107,12 +111,31 @@ def solve(problem: Problem, case: Case, group: Any = None) -> tuple[CenteredLogp
             rows = problem.mask.nonzero()[:, 0] if case.with_rows else None
             head = HeadInputs(**options, sequence_parallel=case.sequence_parallel, rows=rows, chunk=5)
             found = linear_centered_logprobs(*leaves, *given, head=head, with_entropy=True)
+            of_loss = partial(losses, problem, case, found, leaves, head=head, top=given[1])
         else:
-            leaves = [(problem.hidden @ weight.T).requires_grad_()]
+            leaves, of_loss = [(problem.hidden @ weight.T).requires_grad_()], list
             found = centered_logprobs(leaves[0], *given, with_entropy=True, **options)
     total = (torch.stack([found.logprobs, found.entropy, found.centering.term]) * problem.upstream).sum()
-    gradients = torch.autograd.grad(total, leaves)
-    return found, list(gradients), collectives.seen
+    gradients = torch.autograd.grad(total, leaves, retain_graph=True)
+    return found, list(gradients), collectives.seen, of_loss()
+
+
+def losses(problem: Problem, case: Case, found: CenteredLogprobs, leaves: list[Tensor], **head: Any) -> list[Any]:
+    """(loss, gradients, metrics) of the log-probs and of linear_policy_loss, with the same leaves."""
+    log_mu = problem.log_q.gather(1, problem.targets[:, None])[:, 0].float()
+    pair, cu_seqlens = (found.logprobs.detach().float(), log_mu, problem.mask), torch.tensor([0, TOKENS])
+    corrected = correct(*pair, correction=case.correction, cu_seqlens=cu_seqlens.int())
+    scale, options = problem.mask / 7, LossOptions(surrogate="reinforce", entropy_coef=0.1)
+    given = (None, problem.upstream[0].float(), corrected)
+    of_terms: Any = {"entropy": found.entropy, "centering": found.centering.term}
+    kept = policy_loss(found.logprobs, *given, scale=scale, options=options, **of_terms)
+    kept.metrics.merge(centering_metrics(found.centering, scale).prefixed("centering/"))
+    of_head: Any = {"scale": scale, "options": options, "with_entropy": True, **head}
+    one_pass = linear_policy_loss(*leaves, problem.targets, *given, **of_head)
+    with torch.no_grad():
+        alone = linear_policy_loss(*leaves, problem.targets, *given, **of_head)
+    answers = [[each.loss, *torch.autograd.grad(each.loss, leaves, retain_graph=True)] for each in (kept, one_pass)]
+    return [*answers, [alone.loss], *(each.metrics.values() for each in (kept, one_pass, alone))]
 
 
 def every_case(rank: int, cases: list[Case]) -> list[Any]:
@@ -121,7 +144,7 @@ def every_case(rank: int, cases: list[Case]) -> list[Any]:
     for case in cases:  # the first call exchanges the widths
         solve(problem, case, group)
     answers = [solve(problem, case, group) for case in cases]
-    return [((*f[:2], *f.centering), gradients, seen) for f, gradients, seen in answers]
+    return [((*f[:2], *f.centering), gradients, seen, of_loss) for f, gradients, seen, of_loss in answers]
 
 
 @pytest.fixture(scope="module")
@@ -137,19 +160,28 @@ def test_any_cut_equals_autograd_in_fp64(results: dict[Case, Any], case: Case) -
     expected, drift = truth(problem, case, logits)
     total = (torch.stack(expected) * problem.upstream).sum()
     by_logits, by_hidden, by_weight = torch.autograd.grad(total, (logits, hidden, weight))
-    for (logprobs, entropy, term, *_, removed), _, _ in ranks:
+    for (logprobs, entropy, term, *_, removed), *_ in ranks:
         assert (removed - drift)[drift > 1e-9].abs().max() < 1e-12
         # the root of a difference, whose rounding counts where nothing is removed
         assert (removed.square() - drift.square()).abs().max() < 1e-14
         for found, wanted in zip((logprobs, entropy, term), expected, strict=True):
             assert (found - wanted).abs().max() < 1e-12
-    gradients = [gradients for _, gradients, _ in ranks]
+    gradients = [gradients for _, gradients, *_ in ranks]
     if not case.linear:
         assert (torch.cat([own[0] for own in gradients], 1) - by_logits).abs().max() < 1e-12
         return
     found_hidden = torch.cat([own[0] for own in gradients]) if case.sequence_parallel else gradients[0][0]
     assert (found_hidden - by_hidden).abs().max() < 1e-11
     assert (torch.cat([own[1] for own in gradients]) - by_weight).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.linear], ids=lambda _: "case")
+def test_the_loss_of_one_pass_has_the_loss_gradients_and_metrics_of_the_log_probs(results: Any, case: Case) -> None:
+    for *_, (kept, one_pass, alone, metrics, *others) in results[case]:
+        for found, wanted in zip([*one_pass, *alone], [*kept, kept[0]], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        assert others == [pytest.approx(metrics, rel=1e-6, abs=1e-7)] * 2
+        assert "centering/drift_removed" in metrics and not alone[0].requires_grad
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=lambda _: "case")
