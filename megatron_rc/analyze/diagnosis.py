@@ -15,16 +15,13 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.known import Known
+from megatron_rc.analyze.power import Power, power
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.recommendation import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
-from megatron_rc.analyze.rules.rc102 import FIRST_ORDER, RATIO_FLOOR
-from megatron_rc.analyze.rules.rc103 import SURPRISE_FLOOR
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.decomposition import Decomposition, decompose
-from megatron_rc.analyze.statistics.noise import FEWEST
-from megatron_rc.analyze.statistics.power import Power, power
 from megatron_rc.analyze.statistics.timeline import Logged, Timeline, logged_next_to
 from megatron_rc.analyze.statistics.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.correction.settings import PRESETS
@@ -77,16 +74,7 @@ class Diagnosis:
     @cached_property
     def power(self) -> Power:
         """The smallest faults that these data would have shown."""
-        evidence, noise = self.evidence, self.evidence.noise
-        return power(
-            evidence.sums,
-            len(evidence.tests),
-            floors=(max(RATIO_FLOOR, FIRST_ORDER * evidence.whole.k3), SURPRISE_FLOOR),
-            unsure=int(noise.unsure.sum()),
-            servers=len(evidence.by_server),
-            responses=evidence.sequences,
-            fewest=FEWEST,
-        )
+        return power(self.evidence)
 
     @property
     def hidden_sampling_possible(self) -> bool:

@@ -1,9 +1,9 @@
 """The answer of a report in one line, and what a report without a bug excludes."""
 
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.power import CHANCE, FEWEST_TOKENS
 from megatron_rc.analyze.rules import rc404, rc501
 from megatron_rc.analyze.rules.rule import DOUBTS, Level
-from megatron_rc.analyze.statistics.power import CHANCE, FEWEST_TOKENS
 from megatron_rc.analyze.statistics.tail import LIMIT
 
 HEADLINES = {

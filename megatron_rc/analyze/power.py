@@ -9,8 +9,11 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.rules.rc102 import FIRST_ORDER, RATIO_FLOOR
+from megatron_rc.analyze.rules.rc103 import SURPRISE_FLOOR
+from megatron_rc.analyze.statistics.noise import FEWEST
 from megatron_rc.analyze.statistics.significance import LARGEST_SHARE
-from megatron_rc.analyze.statistics.sums import Sums
 
 CHANCE, LEVEL = 0.8, 0.01
 """Chance with which a fault of the named size would have been found, at this level of the whole report."""
@@ -38,22 +41,10 @@ class Power:
     """Share of the tokens of a server with other weights; None without two servers and enough responses."""
 
 
-def power(
-    sums: Sums, tests: int, *, floors: tuple[float, float], unsure: int, servers: int, responses: int, fewest: int
-) -> Power:
-    """The smallest visible faults of a dump.
-
-    Args:
-        sums: over the loss tokens.
-        tests: number of tests in the report.
-        floors: sizes of the missing mass and of the surprise below which no rule answers.
-        unsure: tokens that the comparison of servers reads.
-        servers: how many there are.
-        responses: how many there are; the test of servers permutes them.
-        fewest: unsure tokens that a server needs.
-    """
-    normal = NormalDist()
-    z = normal.inv_cdf(1 - LEVEL / (2 * max(1, tests))) + normal.inv_cdf(CHANCE)
+def power(evidence: Evidence) -> Power:
+    """The smallest visible faults of a dump."""
+    sums, normal = evidence.sums, NormalDist()
+    z = normal.inv_cdf(1 - LEVEL / (2 * max(1, len(evidence.tests)))) + normal.inv_cdf(CHANCE)
 
     def visible(squares: str, floor: float) -> float | None:
         total = getattr(sums, squares)
@@ -61,12 +52,13 @@ def power(
             return None
         return max(floor, z * math.sqrt(total) / sums.tokens)
 
-    surprise = visible("surprise_squared", floors[1]) if sums.ratio_with_entropy > 0 else None
+    surprise = visible("surprise_squared", SURPRISE_FLOOR) if sums.ratio_with_entropy > 0 else None
     varentropy = sums.mean("surprise_squared")
-    enough = servers > 1 and responses >= FEWEST_RESPONSES * servers
+    servers, unsure = len(evidence.by_server), int(evidence.noise.unsure.sum())
+    enough = servers > 1 and evidence.sequences >= FEWEST_RESPONSES * servers
     return Power(
-        missing_mass=visible("excess_squared", floors[0]),
+        missing_mass=visible("excess_squared", max(RATIO_FLOOR, FIRST_ORDER * evidence.whole.k3)),
         surprise=surprise,
         temperature=surprise / varentropy if surprise is not None and varentropy > 0 else None,
-        server=min(1.0, fewest / unsure) if enough and unsure else None,
+        server=min(1.0, FEWEST / unsure) if enough and unsure else None,
     )
