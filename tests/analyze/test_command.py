@@ -22,7 +22,7 @@ from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES, Judgement
-from megatron_rc.analyze.rules.rule import HOSTS, Level, Verdict
+from megatron_rc.analyze.rules.rule import HOSTS
 from megatron_rc.exit_status import ExitStatus
 
 RESPONSES, LENGTH = 24, 30
@@ -245,7 +245,7 @@ def truncated() -> Diagnosis:
 def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
     diagnosis = truncated()
     (verdict,) = diagnosis.verdicts
-    more = [Verdict(code, Level.BUG, verdict.sentence, {}, 1e-9, 0.5) for code in ("RC303", "RC301", "RC104")]
+    more = [replace(verdict, code=code, p=1e-9, share=0.5) for code in ("RC303", "RC301", "RC104")]
     evidence = replace(diagnosis.evidence, damaged={"nan": 3, "positive": 4}, damaged_places=[1, 2, 3, 4, 5])
     missing = {code: list(rule.needs) for code, rule in RULES.items() if rule.needs}
     worst = replace(

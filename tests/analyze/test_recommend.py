@@ -129,7 +129,7 @@ def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
 
 
 def test_a_suspect_is_decided_first() -> None:
-    found = recommend(noise(0.05).evidence, [Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})], WIDE)
+    found = recommend(noise(0.05).evidence, [Verdict(Level.SUSPECT, "a prompt may differ", {}, code="RC205")], WIDE)
     assert found.correction and found.suspects == ("RC205",)
     assert found.headline.startswith("Recommended once RC205 is decided: seq-tis")
 

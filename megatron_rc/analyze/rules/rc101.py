@@ -57,7 +57,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if level is Level.SUSPECT:
         temperature += ", or older weights sampled, which training has made surer since"
     return Verdict(
-        "RC101",
         level,
         f"{text}: {temperature}",
         {"explained": profile.explained_sign, "mean_log_ratio_of_likely_tokens": lean},

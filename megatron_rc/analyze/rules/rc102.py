@@ -35,7 +35,7 @@ def undrawable(evidence: Evidence) -> tuple[Verdict | None, bool | None]:
     if truncated is False and missing > LARGEST_PADDING:
         # a top-k or a grammar leaves certain tokens alone, too
         truncated = None
-    return Verdict("RC102", Level.BUG, text, numbers, p, share), truncated
+    return Verdict(Level.BUG, text, numbers, p, share), truncated
 
 
 def _ends_at_certainty(evidence: Evidence) -> bool | None:

@@ -23,7 +23,6 @@ def check(evidence: Evidence) -> Verdict | None:
     )
     agree = whole.k3 <= SMALL_K3 and abs(whole.mean_ratio - 1) <= SMALL_K3
     return Verdict(
-        "RC103",
         Level.BUG,
         f"{'the log-probs agree, but' if agree else f'next to a gap of k3 {whole.k3:.1e},'} the tokens are "
         f"{abs(whole.surprise):.3f} nats per token {kind}: something that is not in the logs decided which tokens "

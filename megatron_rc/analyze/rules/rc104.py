@@ -19,7 +19,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if whole.z_log_ratio.z < LEAST_SIGN:
         return None
     return Verdict(
-        "RC104",
         Level.BUG,
         f"the mean ratio is {whole.mean_ratio:.4f} and the mean log-ratio {whole.mean_log_ratio:+.4f} nats, both above "
         "what honest logs allow: the log-probs were logged before the temperature",

@@ -38,7 +38,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if z < LEAST_Z or difference < (LEAST if adds_up else ALONE) * size:
         return None
     return Verdict(
-        "RC105",
         Level.BUG,
         f"the mean log-ratio is {means[0]:+.3f} nats for ids that came before in the response and {means[1]:+.3f} for "
         "new ones: the sampler's logs contain a repetition, presence or frequency penalty, which the trainer does not "

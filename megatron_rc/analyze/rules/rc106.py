@@ -16,7 +16,7 @@ def check(evidence: Evidence) -> Verdict | None:
         f"{verdict.sentence}, most where the trainer is unsure and nowhere where it is certain: its softmax runs over "
         f"ids that do not exist (padded vocabulary), which take {leaked:.2%} as much as the real ones"
     )
-    return replace(verdict, code="RC106", sentence=sentence, numbers={**verdict.numbers, "leaked_mass": leaked})
+    return replace(verdict, sentence=sentence, numbers={**verdict.numbers, "leaked_mass": leaked})
 
 
 RULE = Rule("RC106", Stage.HONESTY, check, tried=TRIED, unfiltered=True)

@@ -33,7 +33,6 @@ def check(evidence: Evidence) -> Verdict | None:
         gap = float(k3(converted).mean())
         if max(CLOSER * gap, LEAST_K3) < evidence.whole.k3 and abs(float(np.expm1(converted).mean())) < SAME:
             return Verdict(
-                "RC108",
                 Level.BUG,
                 f"read as logarithms of {base}, log mu has a k3 of {gap:.1e} instead of {evidence.whole.k3:.1e}: the "
                 "sampler's logs are not natural ones",
@@ -44,7 +43,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if found is None or found.share < PROVES:
         return None
     return Verdict(
-        "RC108",
         Level.BUG,
         f"log mu is rounded to {found.decimals} decimal{'s' * (found.decimals > 1)}, which makes {found.share:.0%} of "
         "the gap: nothing smaller can be measured with these logs",

@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> Verdict | None:
             f"{why} it had logged its log-probs"
         )
         numbers = {"drawn": found.drawn, "expected": found.expected}
-    return Verdict("RC109", Level.BUG, said, numbers, evidence.adjusted[found.test.name] if found.test else None)
+    return Verdict(Level.BUG, said, numbers, evidence.adjusted[found.test.name] if found.test else None)
 
 
 RULE = Rule("RC109", Stage.HONESTY, check, needs=("draws",), unfiltered=True)

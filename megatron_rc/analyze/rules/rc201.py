@@ -14,7 +14,6 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     later = "later" if lag > 0 else "earlier"
     return Verdict(
-        "RC201",
         Level.BUG,
         f"the trainer's log-prob of a token correlates with the sampler's of the token {abs(lag)} {later} ("
         f"{correlations[lag]:.2f}, against {correlations[0]:.2f} for the same token): one list is shifted",

@@ -26,7 +26,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if share < (PLACED if place else ANYWHERE):
         return None
     return Verdict(
-        "RC203",
         Level.BUG,
         f"{count:,.0f} tokens ({count / evidence.whole.tokens:.2%}) were logged with log-prob 0.0 although the trainer "
         f"gives them less than one half{place}; no "

@@ -25,7 +25,6 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     first, later = float(chunk.k3[start].mean()), float(chunk.k3[rest].mean())
     return Verdict(
-        "RC205",
         Level.BUG,
         f"at equal confidence the noise in the first eighth of the tokens by position is {found.ratio:.1f} times that "
         f"in the last half (k3 {first:.1e} against {later:.1e}): the two sides see different prompts, and the shared "

@@ -19,7 +19,6 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     k3, k3_first = float(chunk.k3[~first].mean()), float(chunk.k3[first].mean())
     return Verdict(
-        "RC206",
         Level.BUG,
         f"at equal confidence, turns after the first have {found.ratio:.1f} times the noise of the first (k3 {k3:.1e} "
         f"against {k3_first:.1e}): their positions differ between the sides, or the earlier turns were encoded again "

@@ -27,7 +27,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if moved < max(FEWEST, LEAST_SHARE * strange):
         return None
     return Verdict(
-        "RC208",
         Level.BUG,
         f"log mu of {moved:,} of {compared:,} responses does not follow their log pi (correlation below {OWN:g}), and "
         f"that of another response of the same length does (above {OTHER:g}): rows are paired wrongly",

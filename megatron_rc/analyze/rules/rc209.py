@@ -26,7 +26,6 @@ def check(evidence: Evidence) -> Verdict | None:
             else f", down to {values.min():.3g} (an overflow, or logits in place of log-probs?)"
         )
     return Verdict(
-        "RC209",
         Level.BUG,
         f"{count:,.0f} tokens ({count / evidence.whole.tokens:.2%}) have a log mu below {IMPOSSIBLE_BELOW:g}{named}; a "
         "sampler draws such a token less than once in ten million",

@@ -20,7 +20,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if 1 - whole.mean_ratio < RATIO_FLOOR or not evidence.significant(whole.z_ratio) or undrawable(evidence)[0]:
         return None
     return Verdict(
-        "RC210",
         Level.BUG,
         f"log mu is more than {FAR:g} nats above log pi at {below:.1%} of the tokens and below it at {above:.2%}, and "
         f"the mean ratio is {whole.mean_ratio:.3f}: the logged values are not those of the drawn tokens, perhaps those "

@@ -43,7 +43,6 @@ def check(evidence: Evidence) -> Verdict | None:
     )
     growing = ", and it grows with the syncs since the server started: the cache holds keys and values of old weights"
     return Verdict(
-        "RC301",
         Level.BUG if grows else Level.SUSPECT,
         sentence + (growing if grows else ": the cache may hold keys and values of old weights"),
         {"k3_cached": k3, "k3_fresh": k3_fresh, "noise_ratio": found.ratio},

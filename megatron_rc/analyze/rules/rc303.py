@@ -27,7 +27,6 @@ def check(evidence: Evidence) -> Verdict | None:
     listed = ", ".join(map(str, names))
     who = f"server {listed} has" if len(names) == 1 else f"servers {listed} have"
     return Verdict(
-        "RC303",
         Level.BUG,
         f"{who} {found.ratio:.1f} times the noise of the others at equal confidence, a k3 of {k3:.1e} against "
         f"{others:.1e}, and {share:.0%} of the gap: other weights are served there",

@@ -20,7 +20,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if shard.ratio < LEAST_RATIO:
         return None
     return Verdict(
-        "RC306",
         Level.BUG,
         f"ids of part {shard.part + 1} of {shard.parts} equal parts of the vocabulary have {shard.ratio:.0f} times the "
         f"squared noise of the others, and {shard.k3:.0%} of the gap: one tensor-parallel shard of the output layer or "

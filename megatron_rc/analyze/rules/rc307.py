@@ -31,7 +31,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if not certain and not (known.fine and len(seen) >= 2):
         return None
     return Verdict(
-        "RC307",
         Level.SUSPECT,
         f"{' and '.join(seen)}, as rounding does not: one side lacks what the other has learned (an adapter, a tensor, "
         "the last updates) or a part of the prompt, or adds a bias to some ids",

@@ -28,7 +28,6 @@ def check(evidence: Evidence) -> Verdict | None:
     share = float(chunk.k3[failed[chunk.sequence_of]].sum() / chunk.k3.sum())
     ratio = float(np.median(medians[failed]) / np.median(known))
     return Verdict(
-        "RC402",
         Level.SUSPECT,
         f"{failed.sum():,} of {known.size:,} responses have {ratio:.0f} times the noise of the others at nearly every "
         f"token{_prompts(evidence, failed)}, and {share:.0%} of the gap: a broken state of the engine or other weights",

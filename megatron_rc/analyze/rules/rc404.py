@@ -20,7 +20,6 @@ def check(evidence: Evidence) -> Verdict | None:
     k3_moved, k3_same = profile.mean_k3(moved), float(profile.k3[same][0])
     share = evidence.excess_share(profile, moved, k3_same)
     return Verdict(
-        "RC404",
         Level.NUMERICS,
         f"tokens with shifted experts have k3 {k3_moved:.1e}, the others {k3_same:.1e}: expert choice carries "
         f"{share:.0%} of the gap, which route replay removes",

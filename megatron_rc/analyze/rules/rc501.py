@@ -20,7 +20,7 @@ def check(evidence: Evidence) -> Verdict | None:
     if doubt := size_doubt(evidence):
         text += f"; {doubt}"
     numbers = {"k3": whole.k3, "sigma": whole.sigma, "sigma_typical": typical, "horizon": horizon}
-    return Verdict("RC501", Level.NUMERICS, text + reach, numbers, share=None)
+    return Verdict(Level.NUMERICS, text + reach, numbers, share=None)
 
 
 def typical_noise(evidence: Evidence) -> float:

@@ -12,7 +12,6 @@ def check(evidence: Evidence) -> Verdict | None:
     if lags.size == 1 and lags[0] > 0:
         updates = "1 update" if lags[0] == 1 else f"{lags[0]:.0f} updates"
         return Verdict(
-            "RC502",
             Level.LAG,
             f"every token was sampled by weights that were {updates} older, so the gap of k3 {profile.k3[0]:.1e} is "
             "the staleness of the policy together with the noise of the engines; only a fresh dump tells them apart",
@@ -25,7 +24,6 @@ def check(evidence: Evidence) -> Verdict | None:
     fresh = float(profile.k3[0])
     share = evidence.excess_share(profile, lags >= 0, fresh)
     return Verdict(
-        "RC502",
         Level.LAG,
         f"the gap grows from k3 {fresh:.1e} at {lags[0]:.0f} updates since sampling to "
         f"{profile.k3[-1]:.1e} at {lags[-1]:.0f}: the lag of the policy explains {share:.0%} of the gap",

@@ -1,7 +1,7 @@
 """What a rule is, and what it answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from importlib import resources
@@ -52,7 +52,8 @@ DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)
 class Verdict:
     """What one rule says about a dump."""
 
-    code: str
+    code: str = field(default="", kw_only=True)
+    """That of its rule, which fills it in."""
     level: Level
     sentence: str
     """What is wrong, in this dump's numbers."""
@@ -118,11 +119,13 @@ class Rule:
         The level is at most suspect outside of the range that the rule was tried on, and undecided where the dump was
         filtered by outcome and the rule rests on a test that sees such a filter.
         """
-        verdict = self.check(evidence)
-        if verdict is not None and self.unfiltered and evidence.outcome_filter.filtered:
+        if (verdict := self.check(evidence)) is None:
+            return None
+        verdict = replace(verdict, code=self.code)
+        if self.unfiltered and evidence.outcome_filter.filtered:
             sentence = f"{verdict.sentence} (undecided: the dump was filtered by outcome, which these tests see, too)"
             return replace(verdict, level=Level.UNDECIDED, sentence=sentence, p=None)
-        if verdict is None or verdict.level is not Level.BUG or self.tried is None:
+        if verdict.level is not Level.BUG or self.tried is None:
             return verdict
         if not (reason := self.tried.outside(evidence)):
             return verdict
