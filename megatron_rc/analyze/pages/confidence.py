@@ -17,7 +17,7 @@ PLACES = (0.75, 0.3, 0.03, 0.003, 0.0003)
 def by_confidence(evidence: Evidence) -> str:
     """Mean |eps| by the trainer's probability, for the dump and for the rows of the atlas that have it."""
     found = displacement.by_confidence(evidence.sample, FEWEST)
-    shown = [(place, one.mean_size) for place, one in zip(PLACES, found, strict=True) if one and one.mean_size > 0]
+    shown = [(place, size) for place, size in zip(PLACES, found, strict=True) if size]
     if len(shown) < 2:
         return ""
     curves = {"this dump": shown} | {

@@ -3,8 +3,6 @@
 Source: Confidence-aware importance sampling, arXiv 2609.32444, which publishes its law by the trainer's probability.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
@@ -15,32 +13,16 @@ CERTAIN = -1e-7
 """A log-prob nearer to 0 has no log-odds in fp32: 1 - p is its own rounding."""
 
 
-class Displacement(NamedTuple):
-    """eps of the tokens of a range of the trainer's probability."""
-
-    tokens: int
-    mean_size: float
-    """Mean of |eps|."""
-    low: float
-    """Quantile of eps, 5 %."""
-    high: float
-    """Quantile of eps, 95 %."""
-
-
 def log_odds(logprobs: Floats) -> Floats:
     """log p - log(1 - p) of [N] log-probs, fp64."""
     return logprobs - np.log(-np.expm1(np.minimum(logprobs, CERTAIN)))
 
 
-def by_confidence(chunk: Chunk, fewest: int) -> list[Displacement | None]:
-    """eps in each range of EDGES; None where it has fewer tokens. Certain tokens of either side are left out."""
+def by_confidence(chunk: Chunk, fewest: int) -> list[float | None]:
+    """Mean of |eps| in each range of EDGES; None with fewer tokens. Certain tokens of either side are left out."""
     pi, mu = chunk.log_pi, chunk.log_mu
     known = np.isfinite(pi) & np.isfinite(mu) & (np.maximum(pi, mu) <= CERTAIN)
-    eps = log_odds(pi[known]) - log_odds(mu[known])
+    eps = np.abs(log_odds(pi[known]) - log_odds(mu[known]))
     place = np.digitize(np.exp(pi[known]), EDGES[1:-1])
-    return [
-        Displacement(len(one), float(np.abs(one).mean()), *map(float, np.quantile(one, (0.05, 0.95))))
-        if len(one := eps[place == number]) >= fewest
-        else None
-        for number in range(len(EDGES) - 1)
-    ]
+    ranges = (eps[place == number] for number in range(len(EDGES) - 1))
+    return [float(one.mean()) if len(one) >= fewest else None for one in ranges]

@@ -35,7 +35,9 @@ class LeadLag(NamedTuple):
 
 
 def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
-    """Compare the surprises of two series [N], NaN where a step has no value; None with fewer than FEWEST steps.
+    """Compare the surprises of two series [N], NaN where a step has no value.
+
+    None with fewer than FEWEST steps, or for a constant series.
 
     A surprise is the residual of a least-squares fit on a straight line in time and the steps before. Series that
     wander or grow by themselves have correlated values and correlated changes, but their surprises are independent.
@@ -45,26 +47,19 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
 
     Source: Haugh (1976), Checking the independence of two covariance-stationary time series.
     """
-    if (found := surprise_correlations(k3, other)) is None:
+    both = np.isfinite(k3) & np.isfinite(other)
+    if both.sum() < FEWEST or np.ptp(k3[both]) == 0 or np.ptp(other[both]) == 0:
         return None
-    seen, freedom = found
+    memory = min(MEMORY[1], max(MEMORY[0], int(both.sum()) // MEMORY[2]))
+    one, two = (_normal_scores(_surprises(values[both], memory)) for values in (k3, other))
+    freedom: Floats = one.size - np.abs(LAGS) - 3.0 - memory
+    seen = _correlations(one, two)
     sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(freedom)
     best = int(np.argmax(sizes))
     p_1 = normal_p(float(sizes[best]))
     # p_1 is 1 without any correlation, as for a series that is predicted exactly
     p = -math.expm1(len(LAGS) * math.log1p(-p_1)) if p_1 < 1 else 1.0
     return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
-
-
-def surprise_correlations(k3: Floats, other: Floats) -> tuple[Floats, Floats] | None:
-    """Correlation of the surprises and its degrees of freedom at each of LAGS; None also for a constant series."""
-    both = np.isfinite(k3) & np.isfinite(other)
-    if both.sum() < FEWEST or np.ptp(k3[both]) == 0 or np.ptp(other[both]) == 0:
-        return None
-    memory = min(MEMORY[1], max(MEMORY[0], int(both.sum()) // MEMORY[2]))
-    one, two = (_normal_scores(_surprises(values[both], memory)) for values in (k3, other))
-    pairs: Floats = one.size - np.abs(LAGS) - 3.0 - memory
-    return _correlations(one, two), pairs
 
 
 def _surprises(values: Floats, memory: int) -> Floats:

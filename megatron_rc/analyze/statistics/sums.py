@@ -15,10 +15,10 @@ top-p keeps a single id, that id is more probable."""
 IMPOSSIBLE_BELOW = -30.0
 """nats; a sampler with V ids draws one of those below this with a probability of at most V e^-30: 1e-7 for V = 1e6."""
 
-_SUMMED = ("tokens", "sequences", "log_ratio", "k1_squared", "abs_log_ratio", "k3", "k3_squared", "excess",
-           "excess_squared", "surprise", "surprise_squared", "ratio_with_entropy", "uncertainty", "exact_zeros",
-           "impossible_zeros", "impossible_zeros_k3", "impossible_draws", "exact")  # fmt: skip
-_LARGEST = ("excess_squared_max", "surprise_squared_max", "k1_squared_max", "k3_squared_max")
+_SUMMED = ("tokens", "sequences", "log_ratio", "k1_squared", "k3", "excess", "excess_squared", "surprise",
+           "surprise_squared", "ratio_with_entropy", "uncertainty", "exact_zeros", "impossible_zeros",
+           "impossible_zeros_k3", "impossible_draws", "exact")  # fmt: skip
+_LARGEST = ("excess_squared_max", "surprise_squared_max", "k1_squared_max")
 FIELDS = _SUMMED + _LARGEST
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
 
@@ -36,9 +36,7 @@ def token_values(chunk: Chunk) -> dict[str, Floats]:
     values = {
         "log_ratio": log_ratio,
         "k1_squared": squared,
-        "abs_log_ratio": np.abs(log_ratio),
         "k3": k3,
-        "k3_squared": k3 * k3,
         "excess": excess,
         "excess_squared": excess * excess,
         "uncertainty": np.square(1 - np.exp(np.minimum(chunk.log_pi, 0))),
