@@ -1,7 +1,6 @@
 """What each correction would do to a dump: against `correct` itself, and against sums over every response."""
 
 import dataclasses
-import itertools
 import math
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from enumeration import VOCABULARY, World
 from rich.console import Console
 from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 
@@ -23,7 +23,7 @@ from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.versions import installing
 
-VOCABULARY, LENGTH = 3, 3
+LENGTH = 3
 
 
 def table_of(evidence: Evidence, **methods: RolloutCorrection) -> WhatIfTable:
@@ -97,33 +97,26 @@ def test_a_row_holds_what_correct_returns_on_the_same_arrays(name: str) -> None:
     assert found.ess == pytest.approx(weights.sum() ** 2 / (weights.size * (weights**2).sum()))
 
 
-def enumerated(noise: float) -> tuple[Chunk, Floats, Floats, Floats]:
-    """A dump that holds every response y mu(y) 4^T times; then mu(y) [Y], log-ratios [Y, T], advantages [Y]."""
-    random = np.random.default_rng(3)
-    ids = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-    prefixes = [s for length in range(LENGTH) for s in itertools.product(range(VOCABULARY), repeat=length)]
-    mu = {prefix: random.permutation([1, 1, 2]) / 4 for prefix in prefixes}
-    pi = {}
-    for prefix, probs in mu.items():
-        raised = probs * np.exp(noise * random.normal(size=VOCABULARY))
-        pi[prefix] = raised / raised.sum()
-    log_mu = np.log([[mu[s[:t]][s[t]] for t in range(LENGTH)] for s in ids])
-    log_pi = np.log([[pi[s[:t]][s[t]] for t in range(LENGTH)] for s in ids])
+def enumerated(noise: float) -> tuple[World, Chunk, Floats, Floats]:
+    """A world, a dump that holds each of its responses y mu(y) 4^T times; then mu(y) [Y] and log-ratios [Y, T]."""
+    world = World(LENGTH, stops=False, seed=3, gap=noise)
+    tables = world.log_pi, world.mu.log()
+    log_pi, log_mu = (np.array([world.logprobs(y, table) for y in world.sequences]) for table in tables)
     share = np.exp(log_mu.sum(axis=1))
-    advantage = random.normal(size=len(ids))
     times = np.rint(share * 4**LENGTH).astype(int)
     chunk = Chunk(
         np.repeat(log_pi, times, axis=0).ravel(),
         np.repeat(log_mu, times, axis=0).ravel(),
         np.arange(times.sum() + 1) * LENGTH,
         {},
-        {"advantage": np.repeat(advantage, times)},
+        {"advantage": np.repeat(world.reward.numpy(), times)},
     )
-    return chunk, share, log_pi - log_mu, advantage
+    return world, chunk, share, log_pi - log_mu
 
 
 def test_cosine_bias_and_ess_are_those_of_the_enumerated_policies() -> None:
-    chunk, share, log_ratio, advantage = enumerated(0.4)
+    world, chunk, share, log_ratio = enumerated(0.4)
+    advantage = world.reward.numpy()
     table = table_of(
         evidence_of(chunk),
         token=RolloutCorrection(Weight(upper=1.2)),
@@ -259,26 +252,19 @@ def test_total_variation_and_bias_by_length_are_those_of_the_enumerated_policies
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatron_rc.analyze.statistics.drift.LENGTHS", (1, 2, 3))
-    chunk, share, log_ratio, _ = enumerated(0.8)
-    found = table_of(evidence_of(chunk)).drift
-    ids = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-    policy: dict[tuple[int, ...], dict[int, float]] = {}
-    for y, mu, ratio in zip(
-        ids, chunk.log_mu.reshape(-1, LENGTH)[np.cumsum(np.rint(share * 64)).astype(int) - 1], log_ratio, strict=True
-    ):
-        for t in range(LENGTH):
-            policy.setdefault(y[:t], {})[y[t]] = math.exp(mu[t] + ratio[t])
+    world, chunk, share, log_ratio = enumerated(0.8)
+    found, pi = table_of(evidence_of(chunk)).drift, world.log_pi.exp().numpy()
     for at in found.by_length:
         weight = np.exp(log_ratio[:, : at.length].sum(1))
         # of prefixes: the rows of share that begin alike add up, and the prefix's own weight is the same in all
         assert at.tv == pytest.approx(np.abs(share * (weight - 1)).sum() / 2) and at.tv <= at.tv_bound
-        bias = {prefix: np.zeros(VOCABULARY) for prefix in policy}
-        for y, p, w, ratio in zip(ids, share, weight, np.exp(log_ratio), strict=True):
-            for t in range(at.length):
-                score = np.eye(VOCABULARY)[y[t]] - np.array([policy[y[:t]][v] for v in range(VOCABULARY)])
+        bias = np.zeros_like(pi)
+        for y, p, w, ratio in zip(world.sequences, share, weight, np.exp(log_ratio), strict=True):
+            for t, (context, token) in enumerate(world.steps(y)[: at.length]):
+                score = np.eye(VOCABULARY)[token] - pi[context]
                 # the sign of an advantage that makes the bias as large as this prefix can
-                bias[y[:t]] += p * abs(ratio[t] - w) * np.abs(score)
-        assert np.linalg.norm(np.concatenate(list(bias.values()))) <= at.bias + 1e-12 <= at.bias_bound + 1e-12
+                bias[context] += p * abs(ratio[t] - w) * np.abs(score)
+        assert np.linalg.norm(bias) <= at.bias + 1e-12 <= at.bias_bound + 1e-12
     assert found.by_length[0].bias < 1e-12 < found.by_length[1].bias
     assert found.chi2 == pytest.approx((share[:, None] * (np.exp(log_ratio) - 1) ** 2).sum() / LENGTH)
     assert found.tv == pytest.approx((share[:, None] * np.abs(np.exp(log_ratio) - 1)).sum() / LENGTH / 2)
