@@ -13,6 +13,7 @@ import pyarrow.json as pj
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile, first_line
+from megatron_rc.analyze.readers.parquet_columns import values_of
 from megatron_rc.analyze.readers.rows import BadRow, Row, packed
 
 MAX_LINE = 64 << 20
@@ -94,7 +95,6 @@ def _blocks(file: Path) -> Iterator[tuple[list[int], list[bytes]]]:
     numbers: list[int] = []
     block: list[bytes] = []
     size = 0
-    unreadable = None
     try:
         for number, line in enumerate(lines(file), 1):
             if line.strip():
@@ -104,12 +104,10 @@ def _blocks(file: Path) -> Iterator[tuple[list[int], list[bytes]]]:
             if size >= BLOCK:
                 yield numbers, block
                 numbers, block, size = [], [], 0
-    except UnreadableFile as error:
-        unreadable = error
-    if block:
+    except UnreadableFile:
         yield numbers, block
-    if unreadable:
-        raise unreadable
+        raise
+    yield numbers, block
 
 
 def arrow_records(block: list[bytes], schema: Schema) -> list[dict[str, Any]] | None:
@@ -139,7 +137,6 @@ def _items(column: pa.Array) -> Sequence[Any]:
 
     Raises ValueError for null or several lists, and for a number so large that Arrow makes it infinite.
     """
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if column.null_count:
         raise ValueError("null")
     if pa.types.is_list(column.type) and pa.types.is_list(column.type.value_type):
@@ -153,8 +150,5 @@ def _items(column: pa.Array) -> Sequence[Any]:
     if not is_list:
         items: list[Any] = column.to_pylist()
         return items
-    if flat.null_count:
-        flat = flat.cast(pa.uint8()) if pa.types.is_boolean(flat.type) else flat
-        flat = flat.cast(pa.float64(), safe=False)
     offsets = np.asarray(column.offsets)
-    return np.split(flat.to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0])
+    return np.split(values_of(flat), offsets[1:-1] - offsets[0])

@@ -112,10 +112,8 @@ def _row(ranks: list[Rank], places: list[Place], before: RolloutData | None) -> 
             sample[name] = _joined(name, holders, sample)
         elif holders:
             sample[name] = holders[0][0].value(name, holders[0][1])
-    known: dict[str, Any] = {}
-    for name, key in {"step": "rollout_id", "train_rank": "rank"}.items():
-        if first.saved.get(key) is not None:
-            known[name] = first.saved[key]
+    named = {"step": first.saved.get("rollout_id"), "train_rank": first.saved.get("rank")}
+    known = {name: value for name, value in named.items() if value is not None}
     return row_of(sample, known, before.sample(None, first.key(index)) if before else None)
 
 

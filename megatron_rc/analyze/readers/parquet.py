@@ -36,25 +36,26 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
         names = wanted_columns(opened.schema_arrow, file)
         waiting: list[pa.RecordBatch] = []
         row = tokens = 0
-        for batch in _batches(opened, names, file):
-            if isinstance(batch, UnreadableFile):
-                yield from chunk_of(waiting, file, row, corrupt)
-                raise batch
-            if waiting and (tokens >= CHUNK_TOKENS or waiting[0].schema != batch.schema):
-                yield from chunk_of(waiting, file, row, corrupt)
-                row, waiting, tokens = row + sum(b.num_rows for b in waiting), [], 0
-            waiting.append(batch)
-            tokens += len(batch.column(LOG_MU).flatten())
-            if TOP_LOGPROBS in batch.schema.names:
-                tokens += len(batch.column(TOP_LOGPROBS).flatten().flatten()) // LISTED_PER_TOKEN
+        try:
+            for batch in _batches(opened, names, file):
+                if waiting and (tokens >= CHUNK_TOKENS or waiting[0].schema != batch.schema):
+                    yield from chunk_of(waiting, file, row, corrupt)
+                    row, waiting, tokens = row + sum(b.num_rows for b in waiting), [], 0
+                waiting.append(batch)
+                tokens += len(batch.column(LOG_MU).flatten())
+                if TOP_LOGPROBS in batch.schema.names:
+                    tokens += len(batch.column(TOP_LOGPROBS).flatten().flatten()) // LISTED_PER_TOKEN
+        except UnreadableFile:
+            yield from chunk_of(waiting, file, row, corrupt)
+            raise
         yield from chunk_of(waiting, file, row, corrupt)
 
 
 FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", (frozenset({LOG_PI, LOG_MU}),), read)
 
 
-def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[pa.RecordBatch | UnreadableFile]:
-    """Yield the rows of a file in order, and last the reason if they cannot be read to the end."""
+def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file in order; UnreadableFile where they cannot be read to the end."""
     paths = [path[0] for path in opened.reader.column_paths]
     for number in range(opened.num_row_groups):
         try:
@@ -71,13 +72,11 @@ def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[p
                 if size <= MAX_GROUP_BYTES and values <= MAX_GROUP_VALUES:
                     break
             else:
-                yield UnreadableFile(
+                raise UnreadableFile(
                     f"{file}: row group {number} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} "
                     f"and {MAX_GROUP_VALUES} are read; write smaller row groups"
                 )
-                return
             rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * group.num_rows // max(1, values)))
             yield from opened.iter_batches(rows, row_groups=[number], columns=chosen)
         except (pa.ArrowException, OSError) as error:
-            yield UnreadableFile(f"{file}: row group {number} is damaged: {first_line(error)}")
-            return
+            raise UnreadableFile(f"{file}: row group {number} is damaged: {first_line(error)}") from None

@@ -137,7 +137,7 @@ def _chunk(table: pa.Table) -> Chunk:
         version, start, end = _spans(table[VERSIONS])
         tokens["version"] = np.repeat(version, end - start)
     sequences = {
-        name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else _values(table[name])
+        name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else values_of(table[name])
         for name in _sequence_columns(table)
     }
     if _is_filled(table, PROMPT):
@@ -187,10 +187,10 @@ def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
-    return _values(pc.list_flatten(column))
+    return values_of(pc.list_flatten(column))
 
 
-def _values(column: pa.ChunkedArray) -> NDArray[Any]:
+def values_of(column: pa.ChunkedArray | pa.Array) -> NDArray[Any]:
     """[R] numbers, NaN for null."""
     column = _decoded(column)
     if column.null_count:
@@ -200,13 +200,12 @@ def _values(column: pa.ChunkedArray) -> NDArray[Any]:
     return values
 
 
-def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _decoded(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     return column.cast(_plain(column.type))
 
 
 def _texts(column: pa.ChunkedArray) -> NDArray[Any]:
     encoded = _decoded(column).combine_chunks().dictionary_encode()
-    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
     known = np.array([printable(text) for text in encoded.dictionary.to_pylist()], dtype=str)
     return known[np.asarray(encoded.indices)]
 

@@ -138,7 +138,6 @@ def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) 
     places: list[str] = []
     waiting: list[Row] = []
     tokens = 0
-    unreadable = None
     try:
         for place, read in rows:
             try:
@@ -152,11 +151,10 @@ def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) 
             if tokens >= CHUNK_TOKENS:
                 yield from _chunk(waiting, places, corrupt)
                 places, waiting, tokens = [], [], 0
-    except UnreadableFile as error:
-        unreadable = error
+    except UnreadableFile:
+        yield from _chunk(waiting, places, corrupt)
+        raise
     yield from _chunk(waiting, places, corrupt)
-    if unreadable:
-        raise unreadable
 
 
 def check_sizes(columns: Mapping[str, NDArray[Any]], size: int, says: str) -> None:

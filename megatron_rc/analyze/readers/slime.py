@@ -52,11 +52,8 @@ FORMAT = Format("slime", "slime train data", "torch", (SHOWS,), read, groups, ro
 def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int], before: RolloutData | None) -> rows.Row:
     if type(sample) is not dict:
         raise rows.BadRow("the sample must be a dictionary")
-    known: dict[str, Any] = {}
-    if saved.get("rollout_id") is not None:
-        known["step"] = saved["rollout_id"]
-    if sample.get("data_parallel_rank") is not None:
-        known["train_rank"] = sample["data_parallel_rank"]
+    named = {"step": saved.get("rollout_id"), "train_rank": sample.get("data_parallel_rank")}
+    known = {name: value for name, value in named.items() if value is not None}
     place, rewards = sample.get("rollout_position"), saved.get("raw_reward")
     if type(place) is int:
         if 0 <= place < (length_of(rewards) or 0):
