@@ -9,8 +9,8 @@ Source: Cochran (1977), Sampling Techniques, chapter 6 (ratio estimators).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Comparison:
 
     lines: Sequence[Line]
     appeared: Sequence[Verdict]
-    went: Sequence[Verdict] = field(default_factory=list)
+    went: Sequence[Verdict]
 
     @property
     def worse(self) -> bool:
@@ -75,10 +75,12 @@ class Comparison:
 
     def to_dict(self, *, share: bool = False) -> dict[str, Any]:
         """The comparison as plain values; ``share`` leaves out sentences, which may name servers and ids."""
-        lines = [{"name": one.name, "before": one.before, "after": one.after, "p": one.p} for one in self.lines]
-        found = {name: [_plain(v, share) for v in getattr(self, name)] for name in ("appeared", "went")}
+        appeared, went = (
+            [{"code": v.code, "level": v.level, "sentence": "" if share else v.sentence} for v in found]
+            for found in (self.appeared, self.went)
+        )
         head = {"schema_version": SCHEMA_VERSION, "headline": self.headline, "worse": self.worse}
-        return {**head, "numbers": lines, **found}
+        return {**head, "numbers": [asdict(line) for line in self.lines], "appeared": appeared, "went": went}
 
     def show(self, console: Console, *, share: bool = False) -> None:
         console.print(f"[bold {'red' if self.worse else 'green'}]{escape(self.headline)}[/]")
@@ -111,8 +113,8 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     lines = [Line(name, *means, adjusted.get(name)) for name, (means, _) in pairs.items()]
     for name, of in _PLAIN.items():
         lines.append(Line(name, *(float(of(evidence)) for evidence in sides)))
-    doubts = [{v.code: v for v in found.verdicts if v.level in DOUBTS} for found in (before, after)]
-    return Comparison(lines, _only(doubts[1], doubts[0]), _only(doubts[0], doubts[1]))
+    old, new = ({v.code: v for v in found.verdicts if v.level in DOUBTS} for found in (before, after))
+    return Comparison(lines, [new[code] for code in new if code not in old], [old[c] for c in old if c not in new])
 
 
 _PLAIN: dict[str, Callable[[Evidence], float]] = {
@@ -128,13 +130,9 @@ _PLAIN: dict[str, Callable[[Evidence], float]] = {
 
 def _noise(samples: Sequence[Chunk]) -> list[Floats]:
     """[N] relative noise of the tokens of each dump, compared within both together; NaN for certain tokens."""
-    plain = [Chunk(s.log_pi, s.log_mu, s.cu_seqlens, {}, _temperature(s)) for s in samples]
-    both = Noise(join(plain)).relative
-    return np.split(both, [samples[0].log_pi.size])
-
-
-def _temperature(sample: Chunk) -> dict[str, Any]:
-    return {name: values for name, values in sample.sequences.items() if name == "temperature"}
+    known = [{name: values for name, values in s.sequences.items() if name == "temperature"} for s in samples]
+    plain = [replace(s, tokens={}, sequences=each) for s, each in zip(samples, known, strict=True)]
+    return np.split(Noise(join(plain)).relative, [samples[0].log_pi.size])
 
 
 def _test(name: str, values: Sequence[Floats], samples: Sequence[Chunk]) -> tuple[tuple[float, float], Test]:
@@ -154,11 +152,3 @@ def _test(name: str, values: Sequence[Floats], samples: Sequence[Chunk]) -> tupl
         return (means[0], means[1]), Test(name, 0.0, None, "equal" if same else "no response differs from another")
     z = (means[1] - means[0]) / error
     return (means[0], means[1]), Test(name, z, normal_p(z))
-
-
-def _only(verdicts: Mapping[str, Verdict], others: Mapping[str, Verdict]) -> list[Verdict]:
-    return [verdict for code, verdict in verdicts.items() if code not in others]
-
-
-def _plain(verdict: Verdict, share: bool) -> dict[str, Any]:
-    return {"code": verdict.code, "level": verdict.level, "sentence": "" if share else verdict.sentence}

@@ -20,6 +20,7 @@ from megatron_rc.analyze.statistics.timeline import Timeline
 
 SCHEMA_VERSION = 2
 """Rises when a key or one of its values changes its meaning or is removed; keys may be added at any time."""
+GROWTH = ("exponent", "coherence", "horizon", "ess", "ess_predicted")
 
 
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:
@@ -56,13 +57,7 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         "honesty": _panel(evidence, evidence.whole),
         "by_step": {str(step): _panel(evidence, panel) for step, panel in evidence.by_step.items()},
         "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
-        "growth": {
-            "exponent": evidence.growth.exponent,
-            "coherence": evidence.growth.coherence,
-            "horizon": evidence.growth.horizon,
-            "ess": evidence.growth.ess,
-            "ess_predicted": evidence.growth.ess_predicted,
-        },
+        "growth": {name: getattr(evidence.growth, name) for name in GROWTH},
         "k_hat": {"tokens": evidence.token_tail.k, "sequences": evidence.sequence_tail.k},
         "decomposition": _decomposition(diagnosis.decomposition),
         "timeline": _timeline(diagnosis.timeline),

@@ -8,7 +8,7 @@ from megatron_rc.analyze import report_text
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
-from megatron_rc.analyze.statistics.tail import LIMIT, Tail
+from megatron_rc.analyze.statistics.tail import LIMIT
 from megatron_rc.drawing.axes import linear_axis, tight_log_axis
 from megatron_rc.drawing.series import Mark, Series
 from megatron_rc.drawing.svg import Band, Line, Shape, chart
@@ -67,7 +67,11 @@ def running_sums(evidence: Evidence) -> str:
 def rank_size(evidence: Evidence) -> str:
     """The largest weights by rank, of tokens and of whole responses."""
     tails = {"tokens": evidence.token_tail, "responses": evidence.sequence_tail}
-    series = [_by_rank(name, tail) for name, tail in tails.items() if tail.largest.size > 1]
+    series = []
+    for name, tail in tails.items():
+        if tail.largest.size > 1:
+            ranks = np.unique(np.geomspace(1, tail.largest.size, 2 * POINTS).astype(np.int64))
+            series.append(Series(name, ranks.tolist(), tail.largest[ranks - 1].tolist()))
     if not series:
         return ""
     values = [value for s in series for value in s.values]
@@ -146,8 +150,3 @@ def _path(sample: Chunk, index: int, steps: list[int]) -> Line:
     running = np.cumsum(sample.log_ratio[start:end])
     reached = [t for t in steps if t <= end - start]
     return Line(reached, [float(running[t - 1]) for t in reached], "soft thin")
-
-
-def _by_rank(name: str, tail: Tail) -> Series:
-    ranks = np.unique(np.geomspace(1, tail.largest.size, 2 * POINTS).astype(np.int64))
-    return Series(name, ranks.tolist(), tail.largest[ranks - 1].tolist())

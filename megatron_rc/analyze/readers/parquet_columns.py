@@ -22,10 +22,8 @@ RENAMED = {"token_id": "output_ids"}
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_rollout_logprobs"
 SPAN = ("version", "start", "end")
-TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
-    RENAMED.get(name, name): column.kind for name, column in READ_TOKEN_COLUMNS.items()
-}
-"""Columns with a list per row, by their names in the file, with the kind of their values."""
+TOKENS = (LOG_PI, LOG_MU, *(RENAMED.get(name, name) for name in READ_TOKEN_COLUMNS))
+"""Columns with a list per row, by their names in the file."""
 
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:

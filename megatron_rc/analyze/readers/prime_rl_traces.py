@@ -24,11 +24,6 @@ from megatron_rc.analyze.readers.json_lines import lines, parsed
 LOG_PI, ENTROPY, ADVANTAGE = STREAMS = ("trainer_logprobs", "entropies", "advantages")
 
 
-def groups(files: list[Path]) -> list[Group]:
-    """All files together: an annotation may come anywhere after its trace."""
-    return [tuple(files)]
-
-
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of all episodes with annotations of the trainer; those that were not trained on are skipped."""
     with tempfile.TemporaryFile() as file:
@@ -46,7 +41,8 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
 
 
 SHOWS = (frozenset({"traces"}), frozenset({"trace_id", "branches"}))
-FORMAT = Format("prime-rl-traces", "prime-rl trace stream", "jsonl", SHOWS, read, groups)
+# all files together: an annotation may come anywhere after its trace
+FORMAT = Format("prime-rl-traces", "prime-rl trace stream", "jsonl", SHOWS, read, lambda files: [tuple(files)])
 
 
 class Annotations:
@@ -56,7 +52,8 @@ class Annotations:
         self._file = file
         self._notes: dict[str, dict[tuple[str, int], tuple[int, int]]] = {name: {} for name in STREAMS}
         """Where the values of each branch begin in the file, and how many there are."""
-        self._steps: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
+        """The step of the batch that a trace was trained in, where the orchestrator wrote it."""
         self._end = 0
 
     def add(self, record: dict[str, Any]) -> None:
@@ -79,7 +76,7 @@ class Annotations:
                 self._end += self._file.write(stream.tobytes())
         batch = info.get("ship") if isinstance(info, dict) else None
         if isinstance(batch, dict) and type(batch.get("step")) is int:
-            self._steps[trace] = batch["step"]
+            self.steps[trace] = batch["step"]
 
     def __bool__(self) -> bool:
         return bool(self._notes[LOG_PI])
@@ -93,10 +90,6 @@ class Annotations:
                 self._file.seek(offset)
                 values[name] = np.frombuffer(self._file.read(8 * size))
         return values
-
-    def step(self, trace: str) -> dict[str, int]:
-        """The step of the batch that a trace was trained in, as a column, if the orchestrator wrote it."""
-        return {"step": self._steps[trace]} if trace in self._steps else {}
 
 
 def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> bool:
@@ -141,7 +134,8 @@ def _rows(path: Path, notes: Annotations, corrupt: CorruptRows) -> Iterator[tupl
             if isinstance(name, str) and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
                 for index, leaf in enumerate(_leaves(nodes)):
                     if LOG_PI in (note := notes.of(name, index)):
-                        yield place, partial(_row, trace, episode, leaf, note, notes.step(name))
+                        step = {"step": notes.steps[name]} if name in notes.steps else {}
+                        yield place, partial(_row, trace, episode, leaf, note, step)
             else:
                 corrupt.add(f"{place}: a trace must have an id and a list of nodes")
 
