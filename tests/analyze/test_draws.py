@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, repetition_penalty, world
+from tiny_models import DENSE, transformers_model
 
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -115,14 +115,9 @@ def test_an_honest_sampler_is_never_accused_whatever_the_trainer_does() -> None:
 def test_a_file_of_a_real_engine_is_read_and_its_hidden_sampling_named(
     hidden: HiddenSampling, said: str | None, tmp_path: Path
 ) -> None:
-    shape = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40}
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(5)
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, initializer_range=0.25))
-    engine = EmbeddedEngine({"model_type": "qwen3", **shape, **heads}, dtype="fp32", device="cpu")
-    engine.update_weights(model.state_dict().items(), 0)
+    config = DENSE | {"initializer_range": 0.25}
+    engine = EmbeddedEngine(config, dtype="fp32", device="cpu")
+    engine.update_weights(transformers_model(config, seed=5).state_dict().items(), 0)
     params = SamplingParams(max_new_tokens=20, top_logprobs=16, hidden=hidden)
     samples = engine.generate([[i, 3] for i in range(10)], params, n=20, seeds=range(200))
     noise = np.random.default_rng(0)

@@ -6,12 +6,14 @@ with noise. A trap changes what the sampler draws from, what it logs, or what th
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from scipy import special
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
@@ -20,6 +22,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
 
 VOCABULARY, LENGTH, SEQUENCES = 256, 160, 192
+log_softmax = partial(special.log_softmax, axis=1)
 
 
 @dataclass
@@ -31,11 +34,6 @@ class World:
     noisy: np.ndarray
     sequence: np.ndarray
     position: np.ndarray
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def world(seed: int, noise: float = 0.03, sequences: int = SEQUENCES) -> World:
