@@ -96,13 +96,12 @@ def dump(setting: Setting, fault: Fault = Fault()) -> Chunk:
     server = np.arange(count) % SERVERS
     lags = np.array(setting.lag or (0,))[np.arange(count) % max(1, len(setting.lag))]
     moved = random.normal(size=setting.vocabulary) * 0.05
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("log_pi", "log_mu", "token_id", "entropy")}
+    parts: list[dict[str, np.ndarray]] = []
     for start in range(0, sequence.size, AT_ONCE):
         rows = sequence[start : start + AT_ONCE]
         scale = np.where(server[rows] == 0, max(1.0, fault.server), 1.0)
-        for name, values in _tokens(random, setting, fault, lags[rows], scale, moved).items():
-            columns[name].append(values)
-    flat = {name: np.concatenate(parts) for name, parts in columns.items()}
+        parts.append(_tokens(random, setting, fault, lags[rows], scale, moved))
+    flat = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if fault.shift:
         flat["log_mu"] = np.roll(flat["log_mu"], 1)
     tokens = {name: flat[name] for name in ("entropy", "token_id")}
@@ -139,13 +138,9 @@ def _tokens(
         entropy = -(np.exp(log_pi) * log_pi).sum(axis=1) - leaked * np.log(leaked)
     drawn_from = special.log_softmax(sampled / (1 - fault.temperature), axis=1) if fault.temperature else log_mu
     chosen = np.argmax(drawn_from + random.gumbel(size=size), axis=1)
-    rows = np.arange(lag.size)
-    return {
-        "log_pi": log_pi[rows, chosen],
-        "log_mu": log_mu[rows, chosen],
-        "token_id": ids[rows, chosen],
-        "entropy": entropy,
-    }
+    of_candidates = {"log_pi": log_pi, "log_mu": log_mu, "token_id": ids}
+    of_tokens = {name: values[np.arange(lag.size), chosen] for name, values in of_candidates.items()}
+    return {**of_tokens, "entropy": entropy}
 
 
 def _noise(

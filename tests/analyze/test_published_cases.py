@@ -3,8 +3,6 @@
 Each builder says what is published and what is made up. The published numbers are met exactly or to the digits given.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from scipy.optimize import brentq
@@ -12,11 +10,6 @@ from simulated_dumps import diagnosed, levels
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.rules.rule import Level
-
-
-def solve(function: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a rising function has the value ``target``."""
-    return float(brentq(lambda x: function(x) - target, low, high))
 
 
 def multiplicative_error(log_ratio: np.ndarray) -> float:
@@ -42,7 +35,7 @@ def nemo_rl_2141(error: float, outlier_errors: tuple[float, float] | None) -> Ch
     targets = np.full(sequences, error if outlier_errors is None else 1.03)
     if outlier_errors is not None:
         low, high = outlier_errors
-        shape = solve(lambda x: float((low + (high - low) * np.linspace(0, 1, 10) ** (1 / x)).mean()), error, 0.01, 20)
+        shape = brentq(lambda x: (low + (high - low) * np.linspace(0, 1, 10) ** (1 / x)).mean() - error, 0.01, 20)
         targets[20:30] = low + (high - low) * np.linspace(0, 1, 10) ** (1 / shape)
     log_ratio = np.empty((sequences, length))
     for row, target in enumerate(targets):
@@ -51,7 +44,9 @@ def nemo_rl_2141(error: float, outlier_errors: tuple[float, float] | None) -> Ch
         def made(size: float, row: int = row, weight: np.ndarray = weight) -> np.ndarray:
             return size * weight * noise[row] - (size * weight) ** 2 / 2
 
-        log_ratio[row] = made(solve(lambda size: multiplicative_error(made(size)), float(target), 0.0, 6.0))
+        log_ratio[row] = made(
+            brentq(lambda x, wanted: multiplicative_error(made(x)) - wanted, 0.0, 6.0, args=(target,))
+        )
     log_mu = np.log(p) - np.maximum(log_ratio, 0)
     columns = {"group": np.arange(sequences) // 2, "step": np.zeros(sequences, dtype=np.int64)}
     return Chunk((log_mu + log_ratio).reshape(-1), log_mu.reshape(-1), np.arange(sequences + 1) * length, {}, columns)

@@ -100,10 +100,6 @@ def small_honest(seed: int, *, sequences: int = 12, length: int = 50, noise: flo
     )  # fmt: skip
 
 
-def logged_temperature(w: World, temperature: float) -> Chunk:
-    return sampled(w, w.noisy / temperature)
-
-
 def kept(log_probs: np.ndarray, top_p: float) -> np.ndarray:
     """[N, V] True for the ids of the smallest set that holds ``top_p`` of the probability."""
     order = np.argsort(-log_probs, axis=1)
@@ -137,8 +133,7 @@ def raw_logs(w: World, temperature: float) -> Chunk:
 def padded_vocabulary(w: World, rows: int) -> Chunk:
     """The trainer's softmax runs over ``rows`` more logits of 0."""
     log_mu = log_softmax(w.noisy)
-    padded = np.concatenate([w.logits, np.zeros((w.logits.shape[0], rows))], axis=1)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(padded), log_mu)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(np.pad(w.logits, ((0, 0), (0, rows)))), log_mu)
 
 
 def shifted(w: World) -> Chunk:
@@ -244,8 +239,8 @@ def missing_bias(w: World) -> Chunk:
 
 
 TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
-    "logged temperature .7": ("RC101", lambda w: logged_temperature(w, 0.7)),
-    "logged temperature .98": ("RC101", lambda w: logged_temperature(w, 0.98)),
+    "logged temperature .7": ("RC101", lambda w: sampled(w, w.noisy / 0.7)),
+    "logged temperature .98": ("RC101", lambda w: sampled(w, w.noisy / 0.98)),
     "renormalised top-p .95": ("RC102", lambda w: renormalised_top_p(w, 0.95)),
     "renormalised top-p .99": ("RC102", lambda w: renormalised_top_p(w, 0.99)),
     "hidden temperature .7": ("RC103", lambda w: hidden_temperature(w, 0.7)),
