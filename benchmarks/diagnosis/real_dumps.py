@@ -4,7 +4,6 @@ benchmarks/real/{dumps,sampled}.py made them. Limits were found on one half; tho
 limits were committed.
 """
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -78,12 +77,11 @@ def matrix() -> str:
         for name, members in files(folder).items():
             halves = ([f for f in members if f.stem.endswith("aside") == aside] for aside in (False, True))
             counts = (f"{sum(right(name, diagnosed(f)) for f in half)} of {len(half)}" for half in halves)
-            said, known = (_answers(diagnosed(file, precision) for file in members) for precision in ("", "bf16"))
+            said, known = (
+                "; ".join(dict.fromkeys(answer(diagnosed(file, precision)) for file in members))
+                for precision in ("", "bf16")
+            )
             only = known if folder == "sampled" else ""
             rows.append((name.replace("-", " "), WANTED.get(name, NOBODY), *counts, said, only))
     head = ("dump", "to accuse", "limits found", "kept aside", "answers", "with --precision bf16")
     return table(head, rows).strip()
-
-
-def _answers(diagnoses: Iterable[Diagnosis]) -> str:
-    return "; ".join(dict.fromkeys(map(answer, diagnoses)))

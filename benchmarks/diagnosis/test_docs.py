@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from simulated_dumps import TRAPS, world
+from simulated_dumps import TRAPS, evidence_of, world
 
 from diagnosis import analyze_docs, page_pictures, rule_pictures
-from megatron_rc.analyze.diagnosis import diagnosis_of
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
 
 
@@ -20,9 +18,7 @@ from megatron_rc.analyze.rules import RULES
 @pytest.mark.parametrize(("code", "trap"), [("RC102", "padded vocabulary"), ("RC303", "one stale server")])
 def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
     assert rule_pictures.DRAWN.keys() <= RULES.keys()
-    healthy, sick = (
-        diagnosis_of([TRAPS[name][1](world(1))], "dump", "arrays", CorruptRows()).evidence for name in ("honest", trap)
-    )
+    healthy, sick = (evidence_of(TRAPS[name][1](world(1))) for name in ("honest", trap))
     (axes,) = rule_pictures.picture(code, healthy, sick).axes
     legend = axes.get_legend()
     assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]

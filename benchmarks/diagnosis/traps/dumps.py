@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.columns import TOKEN_COLUMNS
 from megatron_rc.analyze.readers import open_dump
+from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, RENAMED
 
-LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
-IN_FILES = {"token_id": "output_ids"}
-"""Names of columns in the file where they differ from those of ``analyze.columns``."""
 CREATED_BY = b"benchmarks/diagnosis/confusion.py"
 ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests/support/data/traps"
@@ -54,7 +52,7 @@ def write(chunk: Chunk, file: Path, *, without: Sequence[str] = (), bits: int | 
     columns: dict[str, pa.Array] = {}
     floats: list[str] = []
     for name, values in {LOG_PI: chunk.log_pi, LOG_MU: chunk.log_mu, **chunk.tokens}.items():
-        name = IN_FILES.get(name, name)
+        name = RENAMED.get(name, name)
         if name in without:
             continue
         if values.dtype.kind == "f":

@@ -14,11 +14,9 @@ from diagnosis.traps.models import VERSIONS, build
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import HiddenSampling, Sample
 
-Kind = Literal["real engine", "real server", "injected"]
-
 
 class Trap(NamedTuple):
-    kind: Kind
+    kind: Literal["real engine", "real server", "injected"]
     """real engine: the embedded engine runs with the fault. real server: an SGLang server does. injected: the logs of a
     healthy dump are changed."""
     answer: str
