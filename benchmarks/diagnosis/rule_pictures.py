@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
+from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES, octave_start
 
 PICTURES = Path(__file__).parents[2] / "docs/images/rules"
 HEALTHY = "healthy-bf16"
@@ -24,6 +24,15 @@ FEWEST = 20
 """Tokens of a bin that is drawn."""
 SCATTERED = 3000
 """Tokens of a scatter plot."""
+
+
+def octave_label(code: int) -> str:
+    low, high = octave_start(code), octave_start(code + 1) - 1
+    return str(low) if high <= low else f"{low}-{high}"
+
+
+LABELS: dict[str, Callable[[int], str]] = {"position": octave_label, "cached": lambda tenths: f"{10 * tenths} %"}
+"""Text of a bin of a factor, where it is not the bin itself."""
 
 Draw = Callable[[Axes, Evidence, Evidence], None]
 """Draws (axes, healthy, sick)."""
@@ -87,7 +96,7 @@ def over(factor: str, across: str) -> Draw:
         drawn = np.flatnonzero(profile.count >= FEWEST)
         axes.bar(np.arange(drawn.size), profile.k3[drawn], color=COLOURS["sick"], label="sick")
         axes.axhline(healthy.whole.k3, color=COLOURS["healthy"], label="healthy, mean")
-        labels = [profile.label(int(index)) for index in drawn]
+        labels = [LABELS.get(factor, str)(profile.bins[index]) for index in drawn]
         every = max(1, -(-drawn.size // 8))
         axes.set_xticks(np.arange(drawn.size)[::every], labels[::every])
         axes.set_yscale("log")

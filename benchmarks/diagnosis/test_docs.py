@@ -24,6 +24,10 @@ def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
     assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]
 
 
+def test_shares_of_the_prompt_are_labelled_in_per_cent() -> None:
+    assert [rule_pictures.LABELS["cached"](tenths) for tenths in (0, 3, 10)] == ["0 %", "30 %", "100 %"]
+
+
 def test_the_pictures_of_the_page_show_the_page_of_today() -> None:
     wanted = page_pictures.digest(page_pictures.page())
     shown = {path.name: Image.open(path).text.get(page_pictures.MARK) for path in page_pictures.PICTURES}

@@ -13,7 +13,6 @@ from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules import RULES, rc301
 from megatron_rc.analyze.rules.rule import HOSTS, Page
 from megatron_rc.analyze.statistics.alignment import LAGS
-from megatron_rc.analyze.statistics.factors import FACTORS
 from megatron_rc.analyze.statistics.significance import LARGEST_SHARE
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/rules/reference.md").read_text(encoding="utf-8")
@@ -94,7 +93,3 @@ def test_a_page_in_a_pipe_is_the_file(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_rule_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="unknown rule 'RC999'; known: RC101, "):
         explain("RC999")
-
-
-def test_shares_of_the_prompt_are_labelled_in_per_cent() -> None:
-    assert [FACTORS["cached"].label(tenths) for tenths in (0, 3, 10)] == ["0 %", "30 %", "100 %"]

@@ -20,8 +20,6 @@ class Factor(NamedTuple):
     """Columns that must be there."""
     codes: Callable[[Chunk], NDArray[Any]]
     """[N] bin of each loss token, or [S] of each sequence."""
-    label: Callable[[Any], str] = str
-    """Text of a bin."""
     of_sequences: bool = False
     """True: one value per sequence. The test then permutes sequences, else the tokens within each sequence."""
 
@@ -36,27 +34,9 @@ def octave_start(code: int) -> int:
     return 0 if code <= 0 else int(np.ceil(2 ** ((code - 1) / 4)))
 
 
-def octave_label(code: int) -> str:
-    low, high = octave_start(code), octave_start(code + 1) - 1
-    return str(low) if high <= low else f"{low}-{high}"
-
-
 def log_mu_bin(log_mu: NDArray[np.float64]) -> NDArray[np.int64]:
     """The bin of a logged log-prob; the last bin holds exact zeros alone."""
     return np.where(log_mu == 0, LOG_MU_EDGES.size + 1, np.searchsorted(LOG_MU_EDGES, log_mu, side="right"))
-
-
-def log_mu_label(code: int) -> str:
-    if code > LOG_MU_EDGES.size:
-        return "exactly 0"
-    low = f"{LOG_MU_EDGES[code - 1]:.2g}" if code else "-inf"
-    high = f"{LOG_MU_EDGES[code]:.2g}" if code < LOG_MU_EDGES.size else "0"
-    return f"{low} to {high}"
-
-
-def from_end(chunk: Chunk) -> NDArray[np.int64]:
-    """[N] number of tokens that follow in the sequence."""
-    return chunk.lengths[chunk.sequence_of] - 1 - chunk.index
 
 
 def repeated(chunk: Chunk) -> NDArray[np.int64]:
@@ -93,34 +73,26 @@ def _column(name: str) -> Callable[[Chunk], NDArray[Any]]:
 
 
 FACTORS = {
-    "log_mu": Factor("logged log-prob", (), lambda c: log_mu_bin(c.log_mu), log_mu_label),
-    "position": Factor("position in the response", (), lambda c: octave(c.tokens["position"]), octave_label),
-    "from_end": Factor("tokens before the end", (), lambda c: octave(from_end(c)), octave_label),
+    "log_mu": Factor("logged log-prob", (), lambda c: log_mu_bin(c.log_mu)),
+    "position": Factor("position in the response", (), lambda c: octave(c.tokens["position"])),
+    "from_end": Factor("tokens before the end", (), lambda c: octave(c.lengths[c.sequence_of] - 1 - c.index)),
     "token_id": Factor("token id", ("token_id",), lambda c: c.tokens["token_id"] % MAX_TOKEN_IDS),
-    "repeated": Factor("id seen before", ("token_id",), repeated, ("first", "repeated").__getitem__),
+    "repeated": Factor("id seen before", ("token_id",), repeated),
     "turn": Factor("turn", ("turn",), lambda c: c.tokens["turn"]),
-    "turn_start": Factor("tokens since the turn began", ("turn",), lambda c: since_switch(c, "turn"), octave_label),
-    "version_switch": Factor(
-        "tokens since the weights changed", ("version",), lambda c: since_switch(c, "version"), octave_label
-    ),
+    "turn_start": Factor("tokens since the turn began", ("turn",), lambda c: since_switch(c, "turn")),
+    "version_switch": Factor("tokens since the weights changed", ("version",), lambda c: since_switch(c, "version")),
     "lag": Factor("updates since sampling", ("version", "trainer_version"), lag),
     "routes": Factor(
         "experts shifted", ("routes_shifted",), lambda c: np.ceil(10 * c.tokens["routes_shifted"]).astype(np.int64)
     ),
-    "length": Factor("length of the response", (), lambda c: octave(c.lengths), octave_label, True),
-    "server": Factor("server", ("server",), _column("server"), str, True),
-    "group": Factor("prompt group", ("group",), _column("group"), str, True),
-    "finish_reason": Factor("finish reason", ("finish_reason",), _column("finish_reason"), str, True),
-    "cached": Factor(
-        "cached share of the prompt",
-        ("cached_tokens", "prompt_length"),
-        cached_share,
-        lambda tenths: f"{10 * tenths} %",
-        True,
-    ),
-    "syncs": Factor("syncs since the server started", ("syncs",), _column("syncs"), str, True),
-    "retractions": Factor("retractions", ("retractions",), _column("retractions"), str, True),
-    "train_rank": Factor("train rank", ("train_rank",), _column("train_rank"), str, True),
-    "pack_position": Factor("place in the micro-batch", ("pack_position",), _column("pack_position"), str, True),
+    "length": Factor("length of the response", (), lambda c: octave(c.lengths), True),
+    "server": Factor("server", ("server",), _column("server"), True),
+    "group": Factor("prompt group", ("group",), _column("group"), True),
+    "finish_reason": Factor("finish reason", ("finish_reason",), _column("finish_reason"), True),
+    "cached": Factor("cached share of the prompt", ("cached_tokens", "prompt_length"), cached_share, True),
+    "syncs": Factor("syncs since the server started", ("syncs",), _column("syncs"), True),
+    "retractions": Factor("retractions", ("retractions",), _column("retractions"), True),
+    "train_rank": Factor("train rank", ("train_rank",), _column("train_rank"), True),
+    "pack_position": Factor("place in the micro-batch", ("pack_position",), _column("pack_position"), True),
 }
 """Every factor that a report knows, by its name."""

@@ -46,9 +46,6 @@ class Profile:
         """Mean k3 of the tokens in ``bins`` [B]."""
         return float(np.average(self.k3[bins], weights=self.count[bins]))
 
-    def label(self, index: int) -> str:
-        return self.factor.label(self.bins[index])
-
 
 class ProfileSums:
     """Sums by bin: tokens, l, l^2, |l|, k3."""
