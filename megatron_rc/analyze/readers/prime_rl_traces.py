@@ -132,17 +132,14 @@ def _rows(path: Path, notes: Annotations, corrupt: CorruptRows) -> Iterator[tupl
         for trace in traces:
             nodes, name = trace.get("nodes"), trace.get("id")
             if isinstance(name, str) and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
-                for index, leaf in enumerate(_leaves(nodes)):
+                parents = {node.get("parent") for node in nodes if isinstance(node.get("parent"), int)}
+                leaves = (at for at in range(len(nodes)) if at not in parents)
+                for index, leaf in enumerate(leaves):
                     if LOG_PI in (note := notes.of(name, index)):
                         step = {"step": notes.steps[name]} if name in notes.steps else {}
                         yield place, partial(_row, trace, episode, leaf, note, step)
             else:
                 corrupt.add(f"{place}: a trace must have an id and a list of nodes")
-
-
-def _leaves(nodes: list[dict[str, Any]]) -> list[int]:
-    parents = {node.get("parent") for node in nodes if isinstance(node.get("parent"), int)}
-    return [index for index in range(len(nodes)) if index not in parents]
 
 
 def _path(nodes: list[dict[str, Any]], leaf: int) -> list[dict[str, Any]]:

@@ -24,19 +24,16 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     if count is None or any(length_of(saved.get(name)) != count for name in (LOG_PI, LOG_MU)):
         raise UnreadableFile(f"{file} must hold {LOG_PI}, {LOG_MU} and {MASK} with one row per response")
     names = [name for name in (LOG_PI, LOG_MU, MASK, IDS, ENTROPY) if length_of(saved.get(name)) == count]
-    reads = ((f"{file}, row {index}", partial(_row, saved, names, index)) for index in range(count))
+    reads = ((f"{file}, row {index}", partial(_row_of, saved, names, index)) for index in range(count))
     yield from rows.packed(reads, corrupt)
 
 
 FORMAT = Format("verl", "verl dump of the hook", "torch", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
-def _row(saved: dict[str, Any], names: list[str], index: int) -> rows.Row:
-    return row_of({name: value_of(item_of(saved[name], index)) for name in names}, saved.get("step"))
-
-
-def row_of(values: dict[str, Any], step: Any) -> rows.Row:
+def _row_of(saved: dict[str, Any], names: list[str], index: int) -> rows.Row:
     """The response of a row, up to its last token with loss."""
+    values = {name: value_of(item_of(saved[name], index)) for name in names}
     mask = rows.flags(values[MASK], MASK)
     end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
     columns: dict[str, Any] = {name: rows.log_probs(values[name], name) for name in (LOG_PI, LOG_MU)}
@@ -47,4 +44,5 @@ def row_of(values: dict[str, Any], step: Any) -> rows.Row:
     rows.check_sizes(columns, mask.size, f"{MASK} has")
     log_pi, log_mu, *others = (column[:end] for column in columns.values())
     tokens = dict(zip([*columns][2:], others, strict=True))
-    return rows.Row(log_pi, log_mu, {**tokens, "loss_mask": mask[:end]}, {} if step is None else {"step": step})
+    step = {} if saved.get("step") is None else {"step": saved["step"]}
+    return rows.Row(log_pi, log_mu, {**tokens, "loss_mask": mask[:end]}, step)

@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from megatron_rc.analyze.chunk import Flags
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.decomposition import decompose
 from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
-from megatron_rc.analyze.statistics.profile import Profile
 
 LEAST_EXPLAINED = 0.1
 """Least share of the variance of l that the logged log-prob must explain. Healthy dumps of a real model had at most
@@ -45,7 +43,10 @@ def check(evidence: Evidence) -> Verdict | None:
     edges = np.searchsorted(LOG_MU_EDGES, CONFIDENT, side="right")
     bins = np.asarray(profile.bins)
     likely, rare = (bins >= edges[0]) & (bins < edges[1]), bins < edges[0]
-    lean, other = (_mean(profile, part) for part in (likely, rare))
+    lean, other = (
+        float(np.average(profile.log_ratio[part], weights=profile.count[part])) if part.any() else 0.0
+        for part in (likely, rare)
+    )
     colder = "below" if lean < 0 else "above"
     sides = f" and {other:+.4f} for rare ones" if lean * other < 0 else ""
     text = (
@@ -64,10 +65,6 @@ def check(evidence: Evidence) -> Verdict | None:
         profile.explained_sign,
         one_of=() if level is Level.BUG else ("RC101", "RC502"),
     )
-
-
-def _mean(profile: Profile, bins: Flags) -> float:
-    return float(np.average(profile.log_ratio[bins], weights=profile.count[bins])) if bins.any() else 0.0
 
 
 RULE = Rule("RC101", Stage.MAP, check, tried=TRIED)

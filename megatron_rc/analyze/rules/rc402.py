@@ -27,10 +27,12 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     share = float(chunk.k3[failed[chunk.sequence_of]].sum() / chunk.k3.sum())
     ratio = float(np.median(medians[failed]) / np.median(known))
+    groups = chunk.sequences.get("group")
+    prompts = "" if groups is None else f", of {np.unique(groups[failed]).size:,} of {np.unique(groups).size:,} prompts"
     return Verdict(
         Level.SUSPECT,
         f"{failed.sum():,} of {known.size:,} responses have {ratio:.0f} times the noise of the others at nearly every "
-        f"token{_prompts(evidence, failed)}, and {share:.0%} of the gap: a broken state of the engine or other weights",
+        f"token{prompts}, and {share:.0%} of the gap: a broken state of the engine or other weights",
         {"failed": float(failed.sum()), "noise_ratio": ratio},
         share=share,
         one_of=("RC402", "RC303"),
@@ -46,13 +48,6 @@ def _size(evidence: Evidence) -> np.ndarray:
     medians = np.array([np.median(size[lag == value]) for value in range(int(lag.max()) + 1)])
     scaled: np.ndarray = size / np.maximum(medians[lag], 1e-300)
     return scaled
-
-
-def _prompts(evidence: Evidence, failed: np.ndarray) -> str:
-    groups = evidence.sample.sequences.get("group")
-    if groups is None:
-        return ""
-    return f", of {np.unique(groups[failed]).size:,} of {np.unique(groups).size:,} prompts"
 
 
 def _medians(sequence: np.ndarray, noise: np.ndarray, sequences: int) -> np.ndarray:

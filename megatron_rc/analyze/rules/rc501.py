@@ -9,14 +9,18 @@ from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 
 def check(evidence: Evidence) -> Verdict | None:
-    if _explained_by_lag(evidence):
+    lag = rc502.check(evidence) if evidence.older else None
+    # where the lag of the policy is the gap, or half of it, its noise is not that of the engines
+    if lag is not None and (lag.share is None or lag.share >= 0.5):
         return None
     whole = evidence.whole
     horizon, typical = evidence.growth.horizon, typical_noise(evidence)
     reach = f"; whole-sequence weights work up to {evidence.growth.reach}" if math.isfinite(horizon) else ""
     text = f"the gap (k3 {whole.k3:.1e} nats per token) is what logit noise of {whole.sigma:.3f} would cause"
     if typical < whole.sigma / 2:
-        text += f", but of {typical:.3f} at the typical token: few tokens carry it{_who(evidence)}"
+        text += f", but of {typical:.3f} at the typical token: few tokens carry it"
+        if not evidence.has("routes_shifted"):
+            text += ", as shifted experts do in a mixture of experts (the column routes_shifted decides)"
     if doubt := size_doubt(evidence):
         text += f"; {doubt}"
     numbers = {"k3": whole.k3, "sigma": whole.sigma, "sigma_typical": typical, "horizon": horizon}
@@ -48,18 +52,6 @@ def size_doubt(evidence: Evidence) -> str:
     if known.usual != USUAL.get(known.precision):
         against = "three times the measured floor, or the rounding of fp32 (--precision allows for other kernels)"
     return f"that is above {against}, {known.usual:.3g}: compare the weights of both sides tensor by tensor"
-
-
-def _explained_by_lag(evidence: Evidence) -> bool:
-    """True where the lag of the policy is the gap, or half of it: its noise is not that of the engines then."""
-    verdict = rc502.check(evidence) if evidence.older else None
-    return verdict is not None and (verdict.share is None or verdict.share >= 0.5)
-
-
-def _who(evidence: Evidence) -> str:
-    if evidence.has("routes_shifted"):
-        return ""
-    return ", as shifted experts do in a mixture of experts (the column routes_shifted decides)"
 
 
 RULE = Rule("RC501", Stage.NUMERICS, check)

@@ -1,6 +1,7 @@
 """How the log-ratio of a sequence grows with its length, and how long it may be before its weight is useless."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,7 @@ class GrowthSums:
     def __init__(self) -> None:
         self._moments = np.zeros((LENGTHS.size, 4))
         self._weights = WeightSums()
-        self._lengths: dict[int, int] = {}
+        self._lengths = Counter[int]()
         self._k3 = 0.0
 
     def add(self, chunk: Chunk) -> Floats:
@@ -71,8 +72,7 @@ class GrowthSums:
         whole = running[chunk.cu_seqlens[1:]][filled] - running[start][filled]
         if whole.size:
             self._weights.add(whole)
-            for length, count in zip(*np.unique(lengths[filled], return_counts=True), strict=True):
-                self._lengths[int(length)] = self._lengths.get(int(length), 0) + int(count)
+            self._lengths.update(lengths[filled].tolist())
             self._k3 += float(chunk.k3.sum())
         return whole
 
@@ -88,7 +88,7 @@ class GrowthSums:
             exponent = float(np.polyfit(across, up, 1, w=np.sqrt(count[enough][usable]))[0])
         largest = np.flatnonzero(enough & (alone > 0))[-1:]
         coherence = deviations[largest] ** 2 / (alone[largest] / count[largest])
-        sequences, tokens = sum(self._lengths.values()), sum(t * c for t, c in self._lengths.items())
+        sequences, tokens = self._lengths.total(), sum(t * c for t, c in self._lengths.items())
         mean, predicted = self._k3 / tokens if tokens else 0.0, math.nan
         if tokens:
             counts, growths = np.array([[c, 2 * t * mean] for t, c in self._lengths.items()]).T
