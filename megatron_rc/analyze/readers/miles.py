@@ -27,16 +27,6 @@ Place = tuple[int, int]
 """Number of a file in its group, and of a sample in the file."""
 
 
-def groups(files: list[Path]) -> list[Group]:
-    """The files of each rollout together, with what is known about its samples before training."""
-    by_rollout: dict[tuple[Path, int | None], list[Path]] = {}
-    before = [file for file in files if rollout_data.is_rollout_data(file)]
-    for file in files:
-        if file not in before:
-            by_rollout.setdefault((file.parent, rollout_data.rollout_of(file)), []).append(file)
-    return rollout_data.with_samples([tuple(group) for group in by_rollout.values()], before)
-
-
 class Rank:
     """What one rank wrote; UnreadableFile unless it is a whole file of train data."""
 
@@ -88,7 +78,8 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
 
 
 SHOWS = frozenset({"rollout_id", "rank", "rollout_data"})
-FORMAT = Format("miles", "miles train data", "torch", (SHOWS,), read, groups, rollout_data.NAMES)
+GROUPS = partial(rollout_data.groups, key=lambda file: (file.parent, rollout_data.rollout_of(file)))
+FORMAT = Format("miles", "miles train data", "torch", (SHOWS,), read, GROUPS, rollout_data.NAMES)
 
 
 def _rows(ranks: list[Rank], before: RolloutData | None) -> Iterator[tuple[str, Callable[[], rows.Row]]]:

@@ -4,7 +4,7 @@
 fields of every Sample.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,27 @@ def rollout_of(file: Path) -> int | None:
     return next((value for value in following if isinstance(value, int)), None)
 
 
-def with_samples(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
-    """Each group of train data, followed by the file with the samples of its rollout if there is one.
+def groups(files: list[Path], key: Callable[[Path], Any]) -> list[Group]:
+    """Files of train data with the same ``key``, followed by the file with the samples of their rollout if it is there.
 
     Files of evaluations are left out: their names have "eval_" before the number of the rollout.
     """
+    train: dict[Any, list[Path]] = {}
     samples: dict[int | None, list[Path]] = {}
-    for file in rollouts:
+    for file in files:
         number = rollout_of(file)
-        if f"eval_{number}" not in file.name:
+        if not is_rollout_data(file):
+            train.setdefault(key(file), []).append(file)
+        elif f"eval_{number}" not in file.name:
             samples.setdefault(number, []).append(file)
-    groups: list[Group] = []
-    for group in train:
+    found: list[Group] = []
+    for group in train.values():
         number = rollout_of(group[0])
         known = samples.get(number, []) if number is not None else []
         known = known or _of_dump_details(group[0], number)
         # the file whose path shares most with that of the train data
-        groups.append((*group, *sorted(known, key=lambda file: -_shared(file, group[0]))[:1]))
-    return groups
+        found.append((*group, *sorted(known, key=lambda file: -_shared(file, group[0]))[:1]))
+    return found
 
 
 def _of_dump_details(train: Path, number: int | None) -> list[Path]:

@@ -5,7 +5,6 @@ What ``--dump-details`` or ``--save-debug-rollout-data`` wrote of the same sampl
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron_rc.analyze.chunk import Chunk
@@ -18,12 +17,6 @@ from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 VERSION = 2
 """The format version of train data that can be read."""
-
-
-def groups(files: list[Path]) -> list[Group]:
-    """Each file of train data with the samples of its rollout."""
-    before = {file for file in files if rollout_data.is_rollout_data(file)}
-    return rollout_data.with_samples([(file,) for file in files if file not in before], before)
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
@@ -46,7 +39,8 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
 
 
 SHOWS = frozenset({"format_version", "rollout_id", "samples"})
-FORMAT = Format("slime", "slime train data", "torch", (SHOWS,), read, groups, rollout_data.NAMES)
+GROUPS = partial(rollout_data.groups, key=lambda file: file)
+FORMAT = Format("slime", "slime train data", "torch", (SHOWS,), read, GROUPS, rollout_data.NAMES)
 
 
 def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int], before: RolloutData | None) -> rows.Row:
