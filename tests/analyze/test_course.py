@@ -76,15 +76,11 @@ def test_both_orders_of_the_groups_give_the_same_shares() -> None:
 
 
 def test_standard_errors_are_the_spread_over_dumps() -> None:
-    changes = {"engine": [], "entropy": [], "tail": [], "length": []}
-    errors = {name: [] for name in changes}
-    for seed in range(150):
-        found = decompose(steps_of(step_chunk(1, seed, sequences=60), step_chunk(2, seed, sigma=0.1, sequences=60)))
-        for part in found.parts:
-            changes[part.name].append(math.log(part.factor))
-            errors[part.name].append(part.error)
-    for name, values in changes.items():
-        assert np.std(values) == pytest.approx(np.mean(errors[name]), rel=0.25), name
+    sides = ((step_chunk(1, s, sequences=60), step_chunk(2, s, sigma=0.1, sequences=60)) for s in range(150))
+    found = [decompose(steps_of(*chunks)).parts for chunks in sides]
+    for parts in zip(*found, strict=True):
+        spread = np.std([math.log(part.factor) for part in parts])
+        assert spread == pytest.approx(np.mean([part.error for part in parts]), rel=0.25), parts[0].name
 
 
 def test_steps_in_pieces_give_the_same_sums() -> None:

@@ -15,8 +15,6 @@ import pytest
 from simulated_dumps import TRAPS, diagnosed, world
 
 from megatron_rc.analyze import conditions, output
-from megatron_rc.analyze.diagnosis import diagnosis_of
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
 from megatron_rc.analyze.statistics import changes
@@ -54,14 +52,12 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     rows = set(re.findall(r"^([\w.\[\]]+)  ", page, re.MULTILINE))
     seen: set[str] = set()
     for trap in ("padded vocabulary", "one stale server", "stale cache"):
-        corrupt = CorruptRows()
-        corrupt.add("a row")
         chunk = TRAPS[trap][1](world(1, sequences=96))
         chunk.log_mu[0] = float("nan")
         reward = np.arange(chunk.num_sequences) % 2.0
         columns = {"reward": reward, "advantage": reward - 0.5, "step": np.arange(chunk.num_sequences) // 4}
         chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, **columns})
-        diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
+        diagnosis = diagnosed(chunk, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))
     jump = {f"timeline.jumps[].{key}" for key in changes.Jump._fields}
     absent = jump | {

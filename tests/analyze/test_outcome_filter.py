@@ -18,8 +18,6 @@ from megatron_rc.analyze.pages.html import page
 from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.analyze.statistics.outcome_filter import COLUMNS, OutcomeFilter, OutcomeSums
 
-ALL = frozenset(COLUMNS)
-
 
 def rewarded(groups: np.ndarray, rewards: np.ndarray, steps: int = 1) -> Chunk:
     """Responses of no tokens."""
@@ -32,7 +30,7 @@ def checked(*chunks: Chunk) -> OutcomeFilter:
     sums = OutcomeSums()
     for chunk in chunks:
         sums.add(chunk)
-    return sums.outcome_filter(ALL)
+    return sums.outcome_filter(frozenset(COLUMNS))
 
 
 def simulated(seed: int) -> OutcomeFilter:

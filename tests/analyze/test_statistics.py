@@ -59,10 +59,8 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
 
 
 def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
-    p_values = []
-    for seed in range(200):
-        test = Permutations(loss_tokens(small_honest(seed))).test("position", FACTORS["position"], size)
-        p_values.append(test.p)
+    permutations = (Permutations(loss_tokens(small_honest(seed))) for seed in range(200))
+    p_values = [each.test("position", FACTORS["position"], size).p for each in permutations]
     distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
