@@ -154,8 +154,8 @@ def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: boo
 def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     evidence = diagnosis.evidence
     size = report_text.size_lines(evidence)
-    if (line := diagnosis.timeline) is not None:
-        course = report_text.course(diagnosis.decomposition, line, lagged=diagnosis.lagged)
+    if (steps := diagnosis.timeline) is not None:
+        course = report_text.course(diagnosis.decomposition, steps, lagged=diagnosis.lagged)
         size += [("course", course)] * bool(course)
     factors = [
         (title, f"{explained:.1%}", "█" * round(BAR * explained), p)

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, repetition_penalty, world
 from tiny_models import DENSE, transformers_model
 
