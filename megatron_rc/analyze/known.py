@@ -13,6 +13,8 @@ USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.25, "int8": 0.45, "fp8": 0.45, "
 """Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
 0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits). In bf16 it is 0.18 on
 short answers that the model was trained for, whose logits are larger. Others are within half of it (docs/atlas.md)."""
+DOUBTFUL = 0.12
+"""Noise from which nothing is called usual unless more is known: that of weights eight updates old begins here."""
 LEAST_FLOOR = USUAL["fp32"] / 3
 """A smaller floor, such as the 0 of batch-invariant kernels, counts as this: the rounding of fp32 log-probs."""
 OF_GAP = 2 / 3
@@ -49,7 +51,7 @@ class Known:
     @property
     def fine(self) -> bool:
         """True where rounding is known to be small: 16 bits or more, or a floor of that size where that is not said."""
-        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= USUAL["bf16"]
+        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= DOUBTFUL
         return small or self.precision in SIXTEEN_BITS
 
 

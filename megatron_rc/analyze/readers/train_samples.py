@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.chunk import Floats, Integers
+from megatron_rc.analyze.chunk import Floats
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.torch_file import value_of
 from megatron_rc.analyze.statistics.draws import came_before, draws_of
@@ -63,7 +63,7 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
     return rows.Row(log_pi, log_mu, tokens, {**sequence, **known})
 
 
-def _draws(ids: Any, top: Any, log_mu: Floats, token_id: Integers | None) -> NDArray[Any]:
+def _draws(ids: Any, top: Any, log_mu: Floats, token_id: NDArray[Any] | None) -> NDArray[Any]:
     arrays = [v for v in (ids, top) if isinstance(v, np.ndarray) and v.ndim == 2 and len(v) == log_mu.size]
     if len(arrays) < 2 or ids.shape != top.shape or (ids.dtype.kind, top.dtype.kind) not in (("i", "f"), ("u", "f")):
         raise rows.BadRow(f"{TOP_IDS} must be ids, and {TOP} as many numbers, of every response token")
