@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from scipy.stats import chi2
 
 sys.path.append(str(Path(__file__).parents[1]))
 from megatron_rc.analyze import atlas
@@ -28,6 +30,8 @@ IMAGES = DOCS / "images"
 ROUNDED = {
     "fp32": "nothing",
     "bf16": "weights, activations, cache and logits to bf16",
+    "bf16-batch-16": "the same, in batches of at most 16 requests",
+    "bf16-batch-4": "the same, in batches of at most 4 requests",
     "fp16": "the same to fp16",
     "int8": "bf16, and weights to 8 bits per output channel",
     "int8-tensor": "bf16, and weights to 8 bits per tensor",
@@ -54,8 +58,7 @@ SHOWN = ("bf16", "int8", "fp8-tensor", "int4-128")
 def rows(file: str = "gap.json", seed: int = 1) -> dict[str, dict[str, Any]]:
     """Choice -> its sums, in the order of ROUNDED."""
     found = json.loads((RESULTS / file).read_text())
-    by_choice = {name.partition("/")[0]: row for name, row in found.items() if name.endswith(f"/seed-{seed}")}
-    return {name: by_choice[name] for name in ROUNDED if name in by_choice}
+    return {name: found[f"{name}/seed-{seed}"] for name in ROUNDED if f"{name}/seed-{seed}" in found}
 
 
 def number(value: float) -> str:
@@ -63,17 +66,25 @@ def number(value: float) -> str:
 
 
 def again() -> str:
-    """k3 of both seeds, their difference in its standard errors, and that of all tokens."""
+    """k3 of every seed, the probability of differences as large as theirs, and k3 of all tokens."""
     lines = []
-    for (name, first), second in zip(rows().items(), rows(seed=2).values(), strict=True):
-        both = [figures(row["prompts"])["k3"] for row in (first, second)]
-        bounds = [interval(row["prompts"], "k3") for row in (first, second)]
-        error = math.hypot(*((high - low) / (2 * 1.96) for low, high in bounds))
-        cells = [f"{k3:.3g} ({low:.3g} to {high:.3g})" for k3, (low, high) in zip(both, bounds, strict=True)]
-        pooled = figures([*first["prompts"], *second["prompts"]])
-        z = f"{(both[1] - both[0]) / error:+.1f}"
-        lines.append([f"`{name}`", *cells, z, f"{pooled['k3']:.3g}", f"{pooled['tokens']:,}"])
-    return table(["sampler", "k3, seed 1", "k3, seed 2", "z", "k3 of both", "tokens"], lines)
+    for name, first in rows().items():
+        each = [first, *(found[name] for found in others() if name in found)]
+        k3 = [figures(row["prompts"])["k3"] for row in each]
+        bounds = [interval(row["prompts"], "k3") for row in each]
+        # weights of the mean of all, and the sum of squares about it
+        exact = [((high - low) / (2 * 1.96)) ** -2 for low, high in bounds]
+        mean = float(np.average(k3, weights=exact))
+        apart = float(chi2.sf(sum(w * (one - mean) ** 2 for w, one in zip(exact, k3, strict=True)), len(k3) - 1))
+        cells = [f"{one:.3g} ({low:.3g} to {high:.3g})" for one, (low, high) in zip(k3, bounds, strict=True)]
+        pooled = figures([one for row in each for one in row["prompts"]])
+        lines.append([f"`{name}`", "; ".join(cells), f"{apart:.2g}", f"{pooled['k3']:.3g}", f"{pooled['tokens']:,}"])
+    return table(["sampler", "k3 of each seed", "p", "k3 of all", "tokens"], lines)
+
+
+def others() -> list[dict[str, dict[str, Any]]]:
+    """The rows of the seeds from 2 on."""
+    return [found for seed in range(2, 10) if (found := rows(seed=seed))]
 
 
 def gaps(found: dict[str, dict[str, Any]]) -> str:
@@ -180,8 +191,8 @@ def runs() -> str:
     return table(["run", "seed", "accuracy before", "at the end", "points lost", *ENDS], lines)
 
 
-def machines(found: dict[str, dict[str, Any]]) -> str:
-    return "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found.values()}))
+def machines(found: Iterable[dict[str, Any]]) -> str:
+    return "; ".join(sorted({f"{row['processor']} ({row['flags']})" for row in found}))
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:
@@ -189,17 +200,17 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     text = (Path(__file__).parent / "page.md").read_text()
     steps, persistence = run()
     for name, value in {
-        "CUDA_MACHINES": machines(cuda),
+        "CUDA_MACHINES": machines(cuda.values()),
         "CUDA_TABLE": gaps(cuda),
         "CUDA_PARTS": parts(cuda),
         "AGAIN": again(),
-        "OTHERS": machines(rows(seed=2)),
+        "OTHERS": machines(row for found in others() for row in found.values()),
         "SGLANG_TABLE": gaps(rows("gap_sglang.json")),
         "RUN_TABLE": steps,
         "RUNS_TABLE": runs(),
         "PERSISTENCE": f"{sum(persistence) / len(persistence):.2f} ({min(persistence):.2f} to {max(persistence):.2f})",
         "PROBE": (RESULTS / "probe.txt").read_text().strip(),
-        "MACHINES": machines(found),
+        "MACHINES": machines(found.values()),
         "SPEED": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("speed_*.md"))),
         "TABLE": gaps(found),
         "LAW": law(found),

@@ -164,9 +164,11 @@ def of_runs(folder: Path) -> str:
     """The CSV of finished runs: accuracy at the first and of the last two evaluations, then ENDS."""
     lines = [["run", "seed", "processor", "steps", "first accuracy", "accuracy", *ENDS]]
     for cell in sorted(folder.glob("*/seed-*")):
+        if not (cell / "report.html").is_file():
+            continue  # it runs still
         steps = [row for row in read_metrics(cell) if row["phase"] == "rl"]
-        if len(steps) < 2 or not (cell / "report.html").is_file():
-            continue  # a warm-up, or it runs still
+        if len(steps) < 2:
+            continue  # a warm-up
         accuracy = [row["eval/accuracy"] for row in steps if "eval/accuracy" in row]
         ends = [[row[name] for row in steps[-20:] if name in row] for name in ENDS]
         numbers = [accuracy[0], sum(accuracy[-2:]) / 2, *(sum(each) / len(each) if each else "" for each in ends)]
@@ -201,12 +203,12 @@ def main(folder: Path, other: Path | None = None) -> None:
     out = RESULTS / f"{folder.name.replace('-', '_')}.json"
     found = json.loads(out.read_text()) if out.is_file() else {}
     for cell in sorted(folder.glob("*/seed-*")):
+        if len(list((cell / "dump").glob("*.parquet"))) < 2:
+            continue  # it runs still
         settings = (cell / "settings.yaml").read_text()
         model = next(line.split()[-1] for line in settings.splitlines() if "hf_path" in line)
         texts = rows()
         kinds = {tuple(ids): row["kind"] for ids, row in zip(Chat(model).encode([r["prompt"] for r in texts]), texts)}  # noqa: B905
-        if len(list((cell / "dump").glob("*.parquet"))) < 2:
-            continue  # it runs still
         name = f"{cell.parent.name}/{cell.name}"
         found[name] = row_of(responses(cell / "dump"), kinds) | machine(cell)
         if cell.name != "seed-1":
