@@ -9,7 +9,7 @@ from megatron_rc.analyze.accepted import Accepted
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 SIXTEEN_BITS = ("fp32", "bf16", "fp16")
 KINDS = ("dense", "moe")
-USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.25, "int8": 0.45, "fp8": 0.45, "int4": 2.0}
+USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.2, "int8": 0.45, "fp8": 0.45, "int4": 2.0}
 """Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
 0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits). In bf16 it is 0.18 on
 short answers that the model was trained for, whose logits are larger. Others are within half of it (docs/atlas.md)."""

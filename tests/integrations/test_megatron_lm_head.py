@@ -75,8 +75,8 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
                 (logprobs * upstream * counted).sum().backward()
                 gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
                 answers[name] = (logprobs.detach() * counted, gradients)
-        # of every product (out, left, right) that makes logits
-        rows = [len(call.args[1]) for call in products.call_args_list]
+        # of every product (out, left, right) that makes logits, of hidden states
+        rows = [len(left) for _, left, _ in (call.args for call in products.call_args_list) if left.shape[1] == 32]
         out[head] = {"answers": answers, "rows": rows, "width": widths.pop()}
     return out
 
