@@ -50,7 +50,7 @@ def test_a_labelled_lag_is_staleness_whatever_its_size() -> None:
         for file in SAMPLED[name]:
             found = real_dumps.diagnosed(file)
             assert headline(found).startswith("LAG")
-    assert "engine" not in report_text.course(found.decomposition, found.timeline, lagged=found.lagged)
+    assert "engine" not in report_text.course(found)
 
 
 def test_healthy_training_in_the_precision_that_is_named_has_no_sign_of_a_bug() -> None:

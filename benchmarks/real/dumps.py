@@ -73,7 +73,7 @@ def of_steps(steps: Path) -> None:
     kinds |= {"growing-lag-unlabelled": unlabelled, "sync-failing": failed}
     unused = ("finish_reason", "pack_position", "retractions", "syncs", "top1_prob", "train_rank")
     for name, chunk in kinds.items():
-        for half, suffix in enumerate(("s0", "s1-aside")):
+        for half, suffix in enumerate(("s0", "s1")):
             kept = chunk.select_sequences(chunk.sequences["group"] % 2 == half)
             write(kept, DUMPS.with_name("sampled") / f"{name}-{suffix}.parquet", without=unused, bits=BITS)
 
@@ -97,4 +97,4 @@ def main(gap: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    of_steps(folder) if (folder / "fresh-recompute").is_dir() else main(folder)
+    (of_steps if (folder / "fresh-recompute").is_dir() else main)(folder)

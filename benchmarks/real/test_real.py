@@ -51,9 +51,9 @@ def test_there_are_eight_kinds_of_twelve_topics_all_different() -> None:
 @pytest.mark.parametrize("name", FOUND, ids="/".join)
 def test_a_committed_row_is_whole_and_agrees_with_itself(name: tuple[str, str]) -> None:
     row = FOUND[name]
-    assert row["tokens"] == sum(one["tokens"] for one in row["prompts"])
+    assert row["tokens"] == sum(one["tokens"] for one in row["prompts"]) >= 10_000  # a model in 4 bits ends early
     seeds = [each["tokens"] for (file, cell), each in FOUND.items() if (file, cell[:-1]) == (name[0], name[1][:-1])]
-    assert sum(seeds) >= (46_000 if name[0] == "gap" else 10_000)
+    assert name[0] != "gap" or sum(seeds) >= 50_000
     assert figures(row["positions"])["k3"] == pytest.approx(figures(row["prompts"])["k3"], rel=1e-9)
     assert sum(one["tokens"] for one in row["bins"]) + row["certain"] == row["tokens"]
     for weights in row["sequence weights"].values():

@@ -42,9 +42,9 @@ def headline(diagnosis: Diagnosis) -> str:
             reason=f"a few tokens carry the gap (k-hat {tail:.1f}; --model-kind moe expects that)"
         )
     if rc501.size_doubt(evidence):
-        known = evidence.known.usual is not None
-        needs = "a gap of this size needs --precision, --model-kind or --floor"
-        return CANNOT_TELL.format(reason="the gap is larger than what you named explains" if known else needs)
+        if evidence.known.usual is not None:
+            return CANNOT_TELL.format(reason="the gap is larger than what you named explains")
+        return CANNOT_TELL.format(reason="a gap of this size needs --precision, --model-kind or --floor")
     return OTHER if diagnosis.judgement.accepted else HEADLINES[level]
 
 

@@ -9,12 +9,13 @@ from megatron_rc.analyze.accepted import Accepted
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 SIXTEEN_BITS = ("fp32", "bf16", "fp16")
 KINDS = ("dense", "moe")
-USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.2, "int8": 0.45, "fp8": 0.45, "int4": 2.0}
-"""Noise of a logit at the typical token, at temperature 1, up to which a dense model was measured. docs/real.md has
-0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits). In bf16 it is 0.18 on
-short answers that the model was trained for, whose logits are larger. Others are within half of it (docs/atlas.md)."""
-DOUBTFUL = 0.12
-"""Noise from which nothing is called usual unless more is known: that of weights eight updates old begins here."""
+USUAL = {"fp32": 0.001, "fp16": 0.08, "bf16": 0.12, "int8": 0.45, "fp8": 0.45, "int4": 2.0}
+"""Noise of a logit at the typical token at temperature 1, up to which dense models were measured on prose. docs/real.md
+has 0.008 (fp16), 0.04 to 0.08 (bf16), 0.12 and 0.43 (int8), 0.16 to 0.32 (fp8), 1.1 and 1.8 (4 bits). Other models are
+within half of it (docs/atlas.md)."""
+TRAINED = USUAL | {"bf16": 0.2}
+"""The same where the answers may be short ones that the model was trained for: its logits are larger then, and bf16 has
+0.18. A tensor that was converted wrongly has 0.23."""
 LEAST_FLOOR = USUAL["fp32"] / 3
 """A smaller floor, such as the 0 of batch-invariant kernels, counts as this: the rounding of fp32 log-probs."""
 OF_GAP = 2 / 3
@@ -45,13 +46,13 @@ class Known:
         """
         if self.floor is not None and (self.kind != "moe" or self.floor >= LEAST_FLOOR):
             # a side against itself does not show what is the same in every batch, such as the loss of quantised weights
-            return max(3 * max(self.floor, LEAST_FLOOR), USUAL.get(self.precision, 0.0))
-        return None if self.kind == "moe" or not self.precision else USUAL[self.precision]
+            return max(3 * max(self.floor, LEAST_FLOOR), TRAINED.get(self.precision, 0.0))
+        return None if self.kind == "moe" or not self.precision else TRAINED[self.precision]
 
     @property
     def fine(self) -> bool:
         """True where rounding is known to be small: 16 bits or more, or a floor of that size where that is not said."""
-        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= DOUBTFUL
+        small = not self.precision and LEAST_FLOOR <= (self.floor or 0) <= USUAL["bf16"]
         return small or self.precision in SIXTEEN_BITS
 
 

@@ -4,9 +4,9 @@ import math
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.headline import OFFSET
 from megatron_rc.analyze.rules.rc102 import RATIO_FLOOR
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.drift import AtLength, Drift
 from megatron_rc.analyze.statistics.grid import Grid, grid
 from megatron_rc.analyze.statistics.growth import Growth
@@ -14,7 +14,6 @@ from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.profile import Profile
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.tail import LIMIT
-from megatron_rc.analyze.statistics.timeline import Timeline
 from megatron_rc.analyze.statistics.what_if import WhatIf, WhatIfTable
 from megatron_rc.correction.warnings import horizon
 
@@ -22,6 +21,8 @@ ONE_TOKEN = 0.5
 """Share of k3 from which a single token is named."""
 SERIES_LEVEL = 0.01
 """Two series of a run are said to move together if the corrected p is below this."""
+INDEPENDENT = 1.1
+"""Coherence up to which the tokens of a response are as good as independent."""
 KAPPA_NEAR = (0.5, 1.5)
 """Values of kappa that count as near 1."""
 ROUNDING = 1e-12
@@ -122,12 +123,18 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("k-hat", f"{number(tail[0])} of tokens; {number(tail[1])} of sequences{trusted}"),
         (
             "growth",
-            f"sd of the sum of l grows as t^{number(growth.exponent)} (0.5 noise, 1 an offset, 0 a transient); its "
+            f"sd of the sum of l grows as t^{number(growth.exponent)} ({_kind(growth)}); its "
             f"variance is {number(growth.coherence)} times that of independent tokens",
         ),
         *([("log mu", _grid(found))] if (found := grid(evidence.sample)) else []),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
+
+
+def _kind(growth: Growth) -> str:
+    if growth.exponent >= OFFSET and growth.coherence <= INDEPENDENT:
+        return "only because later tokens are noisier"
+    return "0.5 noise, 1 an offset, 0 a transient"
 
 
 def _grid(found: Grid) -> str:
@@ -228,9 +235,11 @@ def percent(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.0f}"
 
 
-def course(found: Decomposition | None, line: Timeline, *, lagged: bool = False) -> str:
+def course(diagnosis: Diagnosis) -> str:
     """One sentence on a run of several steps, such as "k3 grew 3.1x from steps 0-24 to 75-99: engine 80 %, ..."."""
-    parts = [] if found is None else [growth(found, lagged=lagged)]
+    if (line := diagnosis.timeline) is None:
+        return ""
+    parts = [change] if (change := growth(diagnosis)) else []
     if line.jumps:
         parts.append(f"jump{'s' * (len(line.jumps) > 1)} at step {', '.join(str(jump.step) for jump in line.jumps)}")
     if line.drift is not None:
@@ -244,22 +253,22 @@ def course(found: Decomposition | None, line: Timeline, *, lagged: bool = False)
     return "; ".join(parts)
 
 
-def growth(found: Decomposition, *, lagged: bool) -> str:
+def growth(diagnosis: Diagnosis) -> str:
     """Whether k3 changed between the first and last steps, and why, without a capital and a full stop."""
+    if (found := diagnosis.decomposition) is None:
+        return ""
     before, after = (steps_of(side.first_step, side.last_step) for side in (found.before, found.after))
     if not found.changed:
         return f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)"
     verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
-    shares = (
-        "older weights sampled, which move all of its parts"
-        if lagged
-        else ", ".join(
-            f"{part.name} {round(100 * part.share)} +- {round(100 * (part.share_error or 0))} %"
-            for part in found.parts
-            if part.share is not None
-        )
+    why = ", ".join(
+        f"{part.name} {round(100 * part.share)} +- {round(100 * (part.share_error or 0))} %"
+        for part in found.parts
+        if part.share is not None
     )
-    return f"k3 {verb} {factor:.2g}x from {before} to {after}: {shares}"
+    if diagnosis.lagged:
+        why = "older weights sampled, which changes all of its parts"
+    return f"k3 {verb} {factor:.2g}x from {before} to {after}: {why}"
 
 
 def steps_of(first: int, last: int) -> str:

@@ -154,9 +154,8 @@ def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: boo
 def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     evidence = diagnosis.evidence
     size = report_text.size_lines(evidence)
-    if (steps := diagnosis.timeline) is not None:
-        course = report_text.course(diagnosis.decomposition, steps, lagged=diagnosis.lagged)
-        size += [("course", course)] * bool(course)
+    if course := report_text.course(diagnosis):
+        size.append(("course", course))
     factors = [
         (title, f"{explained:.1%}", "█" * round(BAR * explained), p)
         for title, explained, p, _ in report_text.factor_lines(evidence)[:TOP_FACTORS]

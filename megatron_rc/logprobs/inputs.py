@@ -148,7 +148,7 @@ class Gradients:
         self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
         self.hidden = torch.empty_like(hidden) if by_hidden else None
         self.home = home
-        narrow = head.logits_dtype != hidden.dtype
+        narrow = head.logits_dtype != hidden.dtype and (by_hidden or home is not None)
         self._narrow = hidden.new_empty(min(head.chunk, len(hidden)), len(weight)) if narrow else None
 
     def add(

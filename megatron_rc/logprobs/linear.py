@@ -92,16 +92,9 @@ def linear_logprobs(
             chunk below 1, and what vocab_parallel_logprobs refuses.
     """
     chunked = chunked_head(hidden, weight, targets, head, with_entropy=with_entropy, backend=backend)
-    logprobs, entropy = _logprobs(hidden, weight, targets, head, chunked)
-    return logprobs if entropy is None else (logprobs, entropy)
-
-
-def _logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, head: HeadInputs, chunked: ChunkedHead
-) -> tuple[Tensor, Tensor | None]:
     logprobs, entropy = _LinearLogProbs.apply(entered(hidden, head), weight, chunked)
     logprobs = scattered(logprobs, head.rows, targets)
-    return logprobs, None if entropy is None else scattered(entropy, head.rows, targets)
+    return logprobs if entropy is None else (logprobs, scattered(entropy, head.rows, targets))
 
 
 @opaque
@@ -277,27 +270,29 @@ class _LinearPolicyLoss(torch.autograd.Function):
         home = WeightGradient(weight, final=upstream is not None) if by_weight else None
         gradients = Gradients(head, hidden, weight, by_hidden, home)
         factor = torch.ones((), device=hidden.device) if upstream is None else upstream
-        parts, totals, centrings = list[Merged](), list[Tensor](), list[Centering]()
+        parts, totals, centerings = list[Merged](), list[Tensor](), list[Centering]()
         for span, rows, logits in head.chunks(hidden, weight):
             own, centred = inputs.of_tokens(span), None
             if top is None:
                 merged = head.softmax(logits, rows)
             else:
-                asked = (top.select(span), correction, head.computed, head.tp_group)
-                merged, centring, terms = softmax_and_terms(logits, rows, *asked, with_entropy=head.with_entropy)
+                of_chunk = top.select(span)
+                merged, centering, terms = softmax_and_terms(
+                    logits, rows, of_chunk, correction, head.computed, head.tp_group, with_entropy=head.with_entropy
+                )
                 pull = torch.where(own.scale != 0, own.scale * own.advantages, 0)
-                centred = (asked[0], terms, factor * pull)
+                centred = (of_chunk, terms, factor * pull)
             entropy = merged.entropy if head.with_entropy else None
             total, *by_outputs = computed.policy_loss_gradient(merged.logprobs, entropy, own, options, factor)
             if centred is not None:
-                total[:2] += (pull * centring.term).sum()
-                centrings.append(centring)
+                total[:2] += (pull * centering.term).sum()
+                centerings.append(centering)
             gradients.add(span, rows, logits, merged, *by_outputs, centred=centred)
             parts.append(merged)
             totals.append(total)
         merged, sums = _joined(parts), torch.stack(totals).sum(0)
         entropy = merged.entropy if head.with_entropy else None
-        found = [torch.cat(values) for values in zip(*centrings, strict=True)]
+        found = [torch.cat(values) for values in zip(*centerings, strict=True)]
         # only these outlive the call: the chunk buffer and the saved hidden states are freed
         ctx.by_hidden, ctx.home, ctx.upstream, ctx.used = gradients.hidden, home, upstream, False
         ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]), *found)

@@ -183,7 +183,7 @@ def test_short_or_constant_series_are_not_compared_and_one_that_is_predicted_exa
 def test_the_terminal_line_names_growth_cause_and_jump_which_the_picture_marks() -> None:
     found = diagnosed(*[step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)])
     assert [jump.step for jump in found.timeline.jumps] == [18]
-    line = report_text.course(found.decomposition, found.timeline)
+    line = report_text.course(found)
     assert line.startswith("k3 grew")
     assert "from steps 10-13 to steps 22-25: engine 100" in line
     assert line.endswith("jump at step 18")

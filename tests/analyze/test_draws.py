@@ -131,6 +131,7 @@ def test_a_file_of_a_real_engine_is_read_and_its_hidden_sampling_named(
     }
     pq.write_table(pa.table(lists), tmp_path / "step-000001.parquet")
     found = diagnose_dump(tmp_path)
+    assert found.evidence.draws is not None and found.evidence.has("draws")
     # miles' train data hold the same as tensors per sample
     names = {"log_probs": "old_logprobs", "rollout_log_probs": "rollout_logprobs", "rollout_topk_log_probs":
              "top_rollout_logprobs", "rollout_topk_token_ids": "top_ids"}  # fmt: skip

@@ -166,6 +166,7 @@ def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any
     assert preset.old == ("rollout" if name == "off-policy-sequence-mask" else "recompute")
     assert (preset == RolloutCorrection()) == (name == "none")
     assert PRESETS[name].source
+    assert (preset.centred("top") is not None) == (name in ("none", "token-tis", "token-mis", "icepop"))
     assert RolloutCorrection.from_yaml(preset.to_yaml()) == RolloutCorrection.from_dict(preset.to_dict()) == preset
     for surrogate in SURROGATES:
         check_surrogate(surrogate, preset)

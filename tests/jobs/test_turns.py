@@ -31,20 +31,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = settings_file(folder / "warming", {"model": {"config": MODELS["dense"]}, "task": TASK, **WARM})
     config = settings_file(folder / "dense", {**JOB, "model": {"hf_path": str(folder / "warm" / "hf")}})
     experts = settings_file(folder / "moe", {**JOB, "model": {"config": MODELS["moe"]}})
-
-    def of(name: str) -> list[str]:
-        return ["rollout.engine=recorded", f"rollout.recorded_path={folder / name / 'dump'}"]
-
+    recorded, dump_of = "rollout.engine=recorded", f"rollout.recorded_path={folder}"
     commands = [
         train(warm, folder / "warm"),
         train(config, folder / "whole", "dump.tokens=true"),
         train(config, folder / "segments", *SEGMENTS),
         train(config, folder / "two steps", "train.steps=2"),
         train(config, folder / "two steps"),  # goes on from its checkpoint
-        train(config, folder / "replayed", *of("whole")),
+        train(config, folder / "replayed", recorded, f"{dump_of}/whole/dump"),
         train(config, folder / "asynchronous", "train.asynchronous=1", "train.keep_sampling_weights=true"),
         train(config, folder / "centred", *CENTRED, "dump={tokens: true, keep: 14}"),
-        train(config, folder / "centred by the linear head", *CENTRED, *of("centred"), "train.head=linear"),
+        train(config, folder / "linear", *CENTRED, "train.head=linear", recorded, f"{dump_of}/centred/dump"),
         train(experts, folder / "routes", "moe={record: true, replay: R3}", "rollout.temperature=0.5", "train.steps=1"),
     ]
     for (status, said), command in zip(run_together(commands, folder), commands, strict=True):
@@ -108,7 +105,7 @@ def test_a_job_that_goes_on_and_one_that_replays_repeat_the_metrics(runs: Path) 
 
 
 def test_score_centering_of_logits_and_of_the_linear_head_agree_for_ten_recorded_steps(runs: Path) -> None:
-    pairs = zip(steps(runs, "centred"), steps(runs, "centred by the linear head"), strict=True)
+    pairs = zip(steps(runs, "centred"), steps(runs, "linear"), strict=True)
     updated = [pair for pair in pairs if pair[0]["updates"]]
     assert len(updated) >= 10 and max(logits["centering/drift_removed"] for logits, _ in updated) > 1e-3
     for logits, linear in updated:

@@ -94,9 +94,7 @@ def truth(problem: Problem, case: Case, logits: Tensor) -> tuple[tuple[Tensor, T
     return (log_p.gather(1, problem.targets[:, None])[:, 0] * mask, entropy * mask, (c * head).sum(1) * mask), drift
 
 
-def solve(
-    problem: Problem, case: Case, group: Any = None
-) -> tuple[CenteredLogprobs, list[Tensor], list[Any], list[Any]]:
+def solve(problem: Problem, case: Case, group: Any = None) -> tuple[Any, ...]:
     """(result, this rank's gradients, collectives, losses)."""
     rank = 0 if group is None else dist.get_rank(group)
     weight = problem.weight.split(WIDTHS[case.ranks])[rank].clone()
@@ -132,6 +130,8 @@ def losses(problem: Problem, case: Case, found: CenteredLogprobs, leaves: list[T
     kept.metrics.merge(centering_metrics(found.centering, scale).prefixed("centering/"))
     of_head: Any = {"scale": scale, "options": options, "with_entropy": True, **head}
     one_pass = linear_policy_loss(*leaves, problem.targets, *given, **of_head)
+    with pytest.raises(ValueError, match="top must be given when correction.centering is"):
+        linear_policy_loss(*leaves, problem.targets, *given, **of_head | {"top": None})
     with torch.no_grad():
         alone = linear_policy_loss(*leaves, problem.targets, *given, **of_head)
     answers = [[each.loss, *torch.autograd.grad(each.loss, leaves, retain_graph=True)] for each in (kept, one_pass)]

@@ -52,8 +52,7 @@ def over_steps(diagnosis: Diagnosis) -> str:
         marks = [Mark(jump.step, "jump") for jump in line.jumps]
         marks += [] if line.surge.step is None else [Mark(line.surge.step, "surge")]
     series = [Series("k3", [step.step for step in steps], [step.k3 for step in steps])]
-    found = diagnosis.decomposition
-    change = "" if found is None else f"; {report_text.growth(found, lagged=diagnosis.lagged)}"
+    change = f"; {growth}" if (growth := report_text.growth(diagnosis)) else ""
     return card(
         "k3 over steps",
         line_chart(series, title="k3 over steps", logarithmic=True, marks=marks),

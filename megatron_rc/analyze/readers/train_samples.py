@@ -65,7 +65,7 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
 
 def _draws(ids: Any, top: Any, log_mu: Floats, token_id: NDArray[Any] | None) -> NDArray[Any]:
     arrays = [v for v in (ids, top) if isinstance(v, np.ndarray) and v.ndim == 2 and len(v) == log_mu.size]
-    if len(arrays) < 2 or ids.shape != top.shape or (ids.dtype.kind, top.dtype.kind) not in (("i", "f"), ("u", "f")):
+    if len(arrays) < 2 or ids.shape != top.shape or ids.dtype.kind not in "iu" or top.dtype.kind != "f":
         raise rows.BadRow(f"{TOP_IDS} must be ids, and {TOP} as many numbers, of every response token")
     came = None if token_id is None else came_before(ids, token_id, np.array([0, len(ids)]))
     return draws_of(top, log_mu, came)

@@ -37,8 +37,8 @@ def check(evidence: Evidence) -> Verdict | None:
         return None
     proved = profile.explained_sign >= PROVES
     grown = decompose(evidence.steps)
-    since = grown is not None and grown.changed and grown.factor > GREW
-    if (evidence.older or since) and not proved:
+    came_later = grown is not None and grown.changed and grown.factor > GREW
+    if (evidence.older or came_later) and not proved:
         return None
     edges = np.searchsorted(LOG_MU_EDGES, CONFIDENT, side="right")
     bins = np.asarray(profile.bins)

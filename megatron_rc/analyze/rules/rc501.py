@@ -3,7 +3,7 @@
 import math
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.known import DOUBTFUL, USUAL
+from megatron_rc.analyze.known import TRAINED, USUAL
 from megatron_rc.analyze.rules import rc404, rc502
 from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
@@ -40,7 +40,7 @@ def size_doubt(evidence: Evidence) -> str:
     if any(name in evidence.profiles and rule.check(evidence) is not None for name, rule in causes):
         return ""
     if known.usual is None:
-        if typical <= DOUBTFUL or known.kind == "moe":
+        if typical <= USUAL["bf16"] or known.kind == "moe":
             return ""
         return (
             "that is large for a dense 16-bit model and usual for experts or 8 bits: --precision, --model-kind, "
@@ -49,7 +49,7 @@ def size_doubt(evidence: Evidence) -> str:
     if typical <= known.usual:
         return ""
     against = f"what {known.precision} usually gives"
-    if known.usual != USUAL.get(known.precision):
+    if known.usual != TRAINED.get(known.precision):
         against = "three times the measured floor, or the rounding of fp32 (--precision allows for other kernels)"
     return f"that is above {against}, {known.usual:.3g}: compare the weights of both sides tensor by tensor"
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron_rc.analyze.known import DOUBTFUL, SIXTEEN_BITS, USUAL
+from megatron_rc.analyze.known import USUAL
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, of_flags
 from megatron_rc.doctor.server.scores import FINE_K3
@@ -112,9 +112,7 @@ def usual_k3(facts: Facts) -> float:
             precision = "fp8"
     except Undecided:
         return FINE_K3
-    noise = USUAL.get(precision, 0.0)
-    # bf16 is noisier on short answers that a model was trained for, which no probe asks for
-    return max(FINE_K3, (min(noise, DOUBTFUL) if precision in SIXTEEN_BITS else noise) ** 2 / 2)
+    return max(FINE_K3, USUAL.get(precision, 0.0) ** 2 / 2)
 
 
 @MODEL.check
