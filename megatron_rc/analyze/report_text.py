@@ -172,7 +172,7 @@ def factor_lines(evidence: Evidence) -> list[tuple[str, float, str, int]]:
 
 
 def what_if_cells(row: WhatIf) -> tuple[str, ...]:
-    """Shares that a method keeps (tokens, answers, quarters by length, correct answers), ESS, bias, cosine."""
+    """Shares that a method keeps (tokens, answers, quarters by length, correct answers), ESS, bias, cosine, drift."""
     return (
         percent(row.kept_tokens),
         percent(row.kept_sequences),
@@ -181,6 +181,7 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
         percent(row.ess),
         "0" if row.bias < ROUNDING else f"{row.bias:.1e}",
         "-" if row.cosine is None else f"{row.cosine:.3f}",
+        "-" if row.drift_left is None else f"{row.drift_left:.1e}",
     )
 
 
@@ -198,6 +199,8 @@ def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
         reasons.append("equal lengths leave a quarter by length empty")
     if rows and all(row.cosine is None for row in rows):
         reasons.append("the cosine needs responses shorter than T* with half of the tokens")
+    if rows and all(row.drift_left is None for row in rows):
+        reasons.append("drift needs a dump with rollout.top_logprobs")
     return f"A dash: {'; '.join(reasons)}." if reasons else ""
 
 

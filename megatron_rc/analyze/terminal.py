@@ -92,9 +92,8 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
         console.print(f"[yellow]{escape(table.sentence)}[/]")
         return
     recommended = diagnosis.recommendation.method
-    shown = Table(
-        "method", "tokens", "answers", "by length", "right", "ESS", "bias", "cosine", box=None, padding=(0, 2, 0, 0)
-    )
+    head = ("method", "tokens", "answers", "by length", "right", "ESS", "bias", "cosine", "drift")
+    shown = Table(*head, box=None, padding=(0, 2, 0, 0))
     shown.title, shown.title_justify = f"What if, on {table.tokens:,} tokens (share kept)", "left"
     for row in sorted(table.rows, key=lambda row: row.name != recommended)[:TOP_METHODS]:
         cells = (row.name, *report_text.what_if_cells(row))

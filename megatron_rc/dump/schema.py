@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         pa.field("support", pa.list_(IDS)),
         pa.field("top_ids", pa.list_(IDS)),
         pa.field("top_rollout_logprobs", pa.list_(NUMBERS)),
+        pa.field("top_old_logprobs", pa.list_(NUMBERS)),
         pa.field("routes_shifted", NUMBERS),
         pa.field("routes", pa.large_binary()),
         pa.field("routes_shape", IDS),
@@ -59,7 +60,7 @@ OPTIONAL = frozenset(
     (
         *("prompt_length", "turn", "entropy", "varentropy", "top1_prob", "kept_mass", "trainer_version", "train_rank"),
         *("pack_position", "server", "syncs", "cached_tokens", "retractions", "routes_shifted"),
-        *("top_ids", "top_rollout_logprobs"),
+        *("top_ids", "top_rollout_logprobs", "top_old_logprobs"),
     )
 )
 """Columns that a file may lack; they read as null then."""

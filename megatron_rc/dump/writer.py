@@ -21,12 +21,15 @@ from megatron_rc.engine import Sample
 from megatron_rc.files import replace_file, replace_text
 
 _ROUTE = np.dtype("<i4")
-COMPUTED = ("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "weights", "mask", "routes_shifted")
-"""Columns with a value per token that the trainer computes."""
+COMPUTED = (
+    *("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "weights", "mask", "routes_shifted"),
+    "top_old_logprobs",
+)
+"""Columns with a value per token, or k of them, that the trainer computes."""
 _OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support", "server", "syncs", "cached_tokens", "retractions")
 _LISTS = ("prompt_ids", "output_ids")
 _TOP = ("top_ids", "top_rollout_logprobs")
-_IDS_OF_TOKENS = (*_LISTS, "support", *_TOP)
+_IDS_OF_TOKENS = (*_LISTS, "support", *_TOP, "top_old_logprobs")
 _OF_SAMPLING = ("temperature", "top_p", "top_k")
 _OF_DISCARDED = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
@@ -63,8 +66,8 @@ class DumpWriter:
         Args:
             batch: the batch of ``samples``, in their order.
             seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
-            computed: [N] values packed like the batch, by the column that holds them, one of COMPUTED; a column without
-                values is null.
+            computed: [N] values, or [N, k], packed like the batch, by the column that holds them, one of COMPUTED; a
+                column without values is null.
             placed: [S] where the trainer put each sequence: train_rank and pack_position, None where it did not.
             trainer_version: version of the weights that computed old_logprobs.
             routes: write the routes of the samples, too; they are many times as large as the rest.
@@ -163,7 +166,12 @@ def _computed(batch: TokenBatch, samples: Sequence[Sample], computed: Mapping[st
     rows, offsets = _output_rows(batch, samples)
 
     def per_token(values: Tensor, kind: pa.DataType) -> pa.Array:
-        return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu()[rows].numpy(), kind.value_type))
+        found, of_token = values.detach().cpu()[rows].numpy(), kind.value_type
+        if found.ndim == 1:
+            return pa.ListArray.from_arrays(offsets, pa.array(found, of_token))
+        starts = np.arange(len(found) + 1, dtype=np.int32) * found.shape[1]
+        listed = pa.ListArray.from_arrays(starts, pa.array(found.reshape(-1), of_token.value_type))
+        return pa.ListArray.from_arrays(offsets, listed)
 
     return {
         "loss_mask": per_token(batch.loss_mask, FLAGS),

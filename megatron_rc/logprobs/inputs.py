@@ -214,8 +214,9 @@ def entered(hidden: Tensor, head: HeadInputs) -> Tensor:
 
 
 def scattered(values: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
-    """[N] like ``like``: the values of the rows that count, 0 elsewhere."""
-    return values if rows is None else values.new_zeros(like.shape).index_copy(0, rows, values)
+    """[N] like ``like``, or [N, k]: the values of the rows that count, 0 elsewhere."""
+    shape = (*like.shape, *values.shape[1:])
+    return values if rows is None else values.new_zeros(shape).index_copy(0, rows, values)
 
 
 def factor_of(upstream: float | Tensor | None, device: torch.device) -> Tensor | None:

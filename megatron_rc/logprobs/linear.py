@@ -107,12 +107,13 @@ def linear_distribution(
     head: HeadInputs = HeadInputs(),
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
+    top_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> Distribution:
     """`vocab_parallel_distribution` of the logits hidden @ weight^T, computed one chunk of tokens at a time.
 
     Args:
-        with_kept_mass, with_varentropy: compute these two, as in vocab_parallel_distribution.
+        with_kept_mass, with_varentropy, top_ids: as in vocab_parallel_distribution.
         hidden, weight, targets, head, backend: as in linear_logprobs.
 
     Raises:
@@ -122,11 +123,14 @@ def linear_distribution(
     if with_varentropy:
         # PyTorch computes it, which needs the kept ids cut to the rows of the chunk
         chunked = chunked._replace(cut=cut_to_size)
+    if top_ids is not None and head.rows is not None:
+        top_ids = top_ids[head.rows]
+    wanted: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
     parts = [
         distribution_of_rows(
-            logits, own, chunked.computed, head.tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
+            logits, own, chunked.computed, head.tp_group, top_ids=None if top_ids is None else top_ids[span], **wanted
         )
-        for _, own, logits in chunked.chunks(entered(hidden, head), weight)
+        for span, own, logits in chunked.chunks(entered(hidden, head), weight)
     ]
     joined = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return Distribution(*(None if values is None else scattered(values, head.rows, targets) for values in joined))  # type: ignore[arg-type]

@@ -118,6 +118,8 @@ class Distribution(NamedTuple):
     """Share of the distribution over all ids that the kept ids hold; None without support."""
     varentropy: Tensor | None = None
     """Variance of -log pi, nats^2; None unless it was asked for."""
+    top_logprobs: Tensor | None = None
+    """[..., k] nats: log pi of the top ids, -inf for an id that cannot be drawn; None without top ids."""
 
 
 @torch.no_grad()
@@ -132,15 +134,18 @@ def vocab_parallel_distribution(
     support: Support | None = None,
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
+    top_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> Distribution:
     """log pi(target) as `vocab_parallel_logprobs` gives it, and what else its row statistics say; without gradient.
 
     top1_prob = 1 / sum e^(z - max). kept_mass reads all logits once more, in the same collective; it is computed only
-    with support. varentropy = sum_j p_j (log p_j + entropy)^2 reads them in PyTorch, with one more collective.
+    with support. varentropy = sum_j p_j (log p_j + entropy)^2 reads them in PyTorch, with one more collective, and so
+    do the log-probs of the top ids, of which k logits per row are read.
 
     Args:
         with_kept_mass, with_varentropy: compute these two.
+        top_ids: [..., k] integers, ids whose log-probs are wanted, too; -1 for none.
         logits, targets, tp_group, temperature, mask, vocab_size, support, backend: as in `vocab_parallel_logprobs`.
 
     Raises:
@@ -150,13 +155,19 @@ def vocab_parallel_distribution(
     computed = computing(backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
-    return distribution_of_rows(
-        logits, rows, computed, tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
-    )
+    wanted: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy, "top_ids": top_ids}
+    return distribution_of_rows(logits, rows, computed, tp_group, **wanted)
 
 
 def distribution_of_rows(
-    logits: Tensor, rows: Rows, computed: RowsBackend, tp_group: Group, *, with_kept_mass: bool, with_varentropy: bool
+    logits: Tensor,
+    rows: Rows,
+    computed: RowsBackend,
+    tp_group: Group,
+    *,
+    with_kept_mass: bool,
+    with_varentropy: bool,
+    top_ids: Tensor | None,
 ) -> Distribution:
     """What the softmax of every row over all shards says."""
     populations = [rows]
@@ -171,7 +182,7 @@ def distribution_of_rows(
         merged = [computed.merge_shards(part.contiguous(), each, with_entropy=each is rows) for part, each in pairs]
     own = merged[0]
     counted = torch.ones_like(rows.targets, dtype=torch.bool) if rows.mask is None else rows.mask != 0
-    kept_mass = varentropy = None
+    kept_mass = varentropy = top_logprobs = None
     if len(merged) > 1:
         gap = (own.maximum - merged[1].maximum) / rows.temperature + (own.log_sum - merged[1].log_sum)
         kept_mass = torch.where(counted, gap.exp().clamp(max=1), 0)
@@ -180,8 +191,24 @@ def distribution_of_rows(
         if tp_group is not None and tp_group.size() > 1:
             part = sum_in_order(gather_statistics(part[None], tp_group)[:, 0])
         varentropy = torch.where(counted, part.view(rows.targets.shape), 0)
+    if top_ids is not None:
+        listed = _shard_logprobs(logits, rows, own, top_ids)
+        if tp_group is not None and tp_group.size() > 1:
+            listed = gather_statistics(listed, tp_group).amax(0)
+        top_logprobs = torch.where(counted[..., None], listed.view(top_ids.shape), 0)
     assert own.entropy is not None
-    return Distribution(own.logprobs, own.entropy, torch.where(counted, (-own.log_sum).exp(), 0), kept_mass, varentropy)
+    top1_prob = torch.where(counted, (-own.log_sum).exp(), 0)
+    return Distribution(own.logprobs, own.entropy, top1_prob, kept_mass, varentropy, top_logprobs)
+
+
+def _shard_logprobs(logits: Tensor, rows: Rows, merged: Merged, ids: Tensor) -> Tensor:
+    """[N, k] nats: log p of the ids [..., k] that are in this shard, -inf for the others."""
+    columns = ids.flatten(0, -2).long() - rows.start
+    here = (ids.flatten(0, -2) >= 0) & (columns >= 0) & (columns < rows.num_valid)
+    values = logits.flatten(0, -2).gather(1, torch.where(here, columns, 0)).to(merged.logprobs.dtype)
+    temperature = rows.temperature.reshape(-1, 1) if isinstance(rows.temperature, Tensor) else rows.temperature
+    log_p = (values - merged.maximum.reshape(-1, 1)) / temperature - merged.log_sum.reshape(-1, 1)
+    return torch.where(here, log_p, -torch.inf)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -67,10 +67,8 @@ class Head(ABC):
     ) -> CenteredLogprobs:
         """[n] each, for the top ids of the batch."""
         arguments = self._arguments(answer, micro)
-        top, tokens = micro.batch.top, micro.batch.num_tokens
+        tokens, top = micro.batch.num_tokens, _padded_top(micro.batch, len(arguments["targets"]))
         assert top is not None, "the settings ask for top log-probs"
-        if short := len(arguments["targets"]) - tokens:
-            top = TopIds(F.pad(top.ids, (0, 0, 0, short), value=-1), F.pad(top.rollout_logprobs, (0, 0, 0, short)))
         found = self._centered_of(**arguments, top=top, correction=correction, with_entropy=with_entropy)
         entropy = None if found.entropy is None else found.entropy[:tokens]
         return CenteredLogprobs(
@@ -78,8 +76,13 @@ class Head(ABC):
         )
 
     def distribution(self, answer: Tensor, micro: MicroBatch, **columns: bool) -> Distribution:
-        """[n] fp32 each, without gradient; ``columns`` are those of `vocab_parallel_distribution`."""
-        described = self._distribution_of(**self._arguments(answer, micro), **columns)
+        """[n] fp32 each, and [n, k] for the top ids of the batch, without gradient.
+
+        ``columns``: with_kept_mass and with_varentropy, as in `vocab_parallel_distribution`.
+        """
+        arguments = self._arguments(answer, micro)
+        top = _padded_top(micro.batch, len(arguments["targets"]))
+        described = self._distribution_of(**arguments, top_ids=None if top is None else top.ids, **columns)
         tokens = micro.batch.num_tokens
         return Distribution(*(None if part is None else part[:tokens] for part in described))  # type: ignore[arg-type]
 
@@ -177,6 +180,14 @@ def _rows(batch: TokenBatch, rows: int) -> tuple[Tensor, dict[str, Any]]:
         if support is not None:
             support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
     return targets, {"mask": mask, "support": support, "temperature": batch.sampling.temperature}
+
+
+def _padded_top(batch: TokenBatch, rows: int) -> TopIds | None:
+    """The top ids of a batch, padded like its targets."""
+    top, short = batch.top, rows - batch.num_tokens
+    if top is None or not short:
+        return top
+    return TopIds(F.pad(top.ids, (0, 0, 0, short), value=-1), F.pad(top.rollout_logprobs, (0, 0, 0, short)))
 
 
 def head_of(options: HeadOptions, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> Head:

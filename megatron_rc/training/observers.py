@@ -136,7 +136,8 @@ class Observers:
                 continue
             rows = batch.rows_of(part.sequences)
             for name, values in part.columns.items():
-                computed.setdefault(name, values.new_zeros(batch.num_tokens))[rows] = values
+                empty = values.new_zeros(batch.num_tokens, *values.shape[1:])
+                computed.setdefault(name, empty)[rows] = values
             for sequence, position in zip(part.sequences, part.positions, strict=True):
                 placed["train_rank"][sequence], placed["pack_position"][sequence] = part.rank, position
         self._dump.write(

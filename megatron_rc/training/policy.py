@@ -166,10 +166,7 @@ class Policy:
     def distribution(
         self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None, **columns: bool
     ) -> Distribution:
-        """What the present weights say of every token, [N] fp32 each; empty before the last pipeline stage.
-
-        ``columns``: with_kept_mass and with_varentropy, as in `vocab_parallel_distribution`.
-        """
+        """`Head.distribution` of every token by the present weights; empty before the last pipeline stage."""
 
         def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
             described = self.head.distribution(answer, micro, **columns)

@@ -17,6 +17,7 @@ from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.statistics.drift import Drift
+from megatron_rc.analyze.statistics.residual import top_of
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.inputs import Extras
@@ -149,6 +150,21 @@ def test_equal_policies_lose_nothing_under_any_preset() -> None:
         assert (found.kept_tokens, found.kept_sequences, found.ess) == (1.0, 1.0, 1.0), found.name
         assert found.bias == 0 and found.advantage_removed == 0 and found.warnings == []
         assert found.cosine == pytest.approx(1.0)
+
+
+def test_the_drift_that_weights_of_tokens_leave_is_that_of_the_whole_distribution() -> None:
+    chunk, random = responses(), np.random.default_rng(3)
+    log_mu, log_pi = (np.log(random.dirichlet(np.ones(5), chunk.log_pi.size)) for _ in range(2))
+    sampled = dataclasses.replace(chunk, tokens={**chunk.tokens, "top": top_of(log_mu, log_pi)})
+    mu, pi = np.exp(log_mu), np.exp(log_pi)
+    table = table_of(evidence_of(sampled))
+    for name, weight in {"none": 1.0, "token-tis": np.minimum(pi / mu, 2)}.items():
+        weighted = mu * weight
+        # sum_v mu_v w_v (onehot_v - pi)
+        drift = weighted - pi * weighted.sum(axis=1, keepdims=True)
+        assert row(table, name).drift_left == pytest.approx(float(np.linalg.norm(drift, axis=1).mean()), rel=1e-4)
+    assert row(table, "seq-tis").drift_left is None and row(table, "centered-tis").drift_left is None
+    assert {found.drift_left for found in table_of(evidence_of(chunk)).rows} == {None}
 
 
 def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:

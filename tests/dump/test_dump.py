@@ -50,6 +50,7 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
     rows = torch.arange(batch.num_tokens, dtype=torch.float32)
     numbers = [name for name in COMPUTED if SCHEMA.field(name).type == NUMBERS]
     computed = {name: rows + i for i, name in enumerate(numbers)}
+    computed["top_old_logprobs"] = torch.stack([-rows, rows], 1)
     computed |= {"old_logprobs": -rows, "weights": rows / 64, "mask": rows.long() % 2 == 0}
     DumpWriter(tmp_path).write(
         12, batch, samples=samples, seeds=[11, 22, 33], computed=computed, trainer_version=8,
@@ -64,6 +65,8 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
     for i, name in enumerate(numbers):
         if name not in ("old_logprobs", "weights"):
             assert [r[name] for r in records] == [[row + i for row in rows] for rows in expected_rows], name
+    top = [[[-row, row] for row in rows] for rows in expected_rows]
+    assert [r["top_old_logprobs"] for r in records] == top
     assert [r["turn"] for r in records] == [[0, 0], [0, 0, 1], [0] * 4]
     assert [r["prompt_length"] for r in records] == [3, 1, 2]
     assert [(r["train_rank"], r["pack_position"]) for r in records] == [(1, 2), (0, 1), (None, None)]

@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs import DENSE, MOE, run_together, settings_file, timeless, train
 
+from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.statistics.residual import residual_drift
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
 
@@ -32,6 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = settings_file(folder / "dense", {**JOB, "model": {"hf_path": str(folder / "warm" / "hf")}})
     experts = settings_file(folder / "moe", {**JOB, "model": {"config": MODELS["moe"]}})
     recorded, dump_of = "rollout.engine=recorded", f"rollout.recorded_path={folder}"
+    first = [*CENTRED[2:3], "train.steps=1", "dump.tokens=true", recorded, f"{dump_of}/centred/dump"]
     commands = [
         train(warm, folder / "warm"),
         train(config, folder / "whole", "dump.tokens=true"),
@@ -42,6 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(config, folder / "asynchronous", "train.asynchronous=1", "train.keep_sampling_weights=true"),
         train(config, folder / "centred", *CENTRED, "dump={tokens: true, keep: 14}"),
         train(config, folder / "linear", *CENTRED, "train.head=linear", recorded, f"{dump_of}/centred/dump"),
+        train(config, folder / "recompute pi", "correction=none", *first),
+        train(config, folder / "current pi", "correction={old: current}", *first),
         train(experts, folder / "routes", "moe={record: true, replay: R3}", "rollout.temperature=0.5", "train.steps=1"),
     ]
     for (status, said), command in zip(run_together(commands, folder), commands, strict=True):
@@ -111,3 +118,17 @@ def test_score_centering_of_logits_and_of_the_linear_head_agree_for_ten_recorded
     for logits, linear in updated:
         for name in ("loss", "grad_norm", "centering/drift_removed", "current/k3"):
             assert linear[name] == pytest.approx(logits[name], rel=1e-5), (logits["step"], name)
+
+
+def test_what_if_finds_in_the_dump_the_drift_that_the_weights_of_a_run_leave(runs: Path) -> None:
+    sample = diagnose_dump(runs / "recompute pi/dump").evidence.sample
+    groups = sample.sequences["group"]
+    rewards = [set(sample.sequences["reward"][groups == group].tolist()) for group in groups]
+    # the run trains on groups of unequal rewards alone
+    trained = sample.select_sequences(np.array([len(each) > 1 for each in rewards]))
+    left = residual_drift(trained.tokens["top"], RolloutCorrection())
+    [of_run] = steps(runs, "current pi")
+    assert left == pytest.approx(of_run["centering/residual_drift"], rel=1e-4) and left > 1e-3
+    truncated = residual_drift(trained.tokens["top"], RolloutCorrection.preset("token-tis"))
+    assert truncated is not None and truncated < left / 10
+    assert residual_drift(trained.tokens["top"], RolloutCorrection.preset("seq-tis")) is None

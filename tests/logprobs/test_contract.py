@@ -185,7 +185,17 @@ def expected(logits: Tensor, targets: Tensor, options: dict[str, Any]) -> Distri
     varentropy = (p * (surprise - entropy[:, None]) ** 2).sum(1)
     kept_mass = None if support is None else (z.softmax(1) * legal).sum(1)
     values = (p.gather(1, targets[:, None])[:, 0].log(), entropy, p.amax(1), kept_mass, varentropy)
-    return Distribution(*(None if v is None else torch.where(options["mask"], v, 0) for v in values))  # type: ignore[arg-type]
+    top = top_ids(targets)
+    listed = torch.where(top >= 0, p.gather(1, top.clamp(min=0)).log(), -torch.inf)
+    return Distribution(
+        *(None if v is None else torch.where(options["mask"], v, 0) for v in values),  # type: ignore[arg-type]
+        torch.where(options["mask"][:, None], listed, 0),
+    )
+
+
+def top_ids(targets: Tensor) -> Tensor:
+    """[N, 3] ids that may be drawn, in several shards, and a place without an id."""
+    return torch.stack([targets, torch.full_like(targets, -1), torch.where(torch.arange(ROWS) == 2, targets, 41)], 1)
 
 
 def described(rank: int, world: int, kept: bool, backend: str) -> tuple[Distribution, Tensor]:
@@ -197,7 +207,7 @@ def described(rank: int, world: int, kept: bool, backend: str) -> tuple[Distribu
     with unchecked():
         logprobs = vocab_parallel_logprobs(shard, targets, **options)
         return vocab_parallel_distribution(
-            shard, targets, with_kept_mass=True, with_varentropy=True, **options
+            shard, targets, with_kept_mass=True, with_varentropy=True, top_ids=top_ids(targets), **options
         ), logprobs
 
 

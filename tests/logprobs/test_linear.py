@@ -275,13 +275,14 @@ def test_every_chunk_gives_what_the_logits_give(chunk: int, with_rows: bool, kep
     options: dict[str, Any] = {"temperature": 0.8, "mask": case.batch["loss_mask"], "vocab_size": 13}
     if kept:
         options["support"] = random_support(case.targets, 13, torch.Generator().manual_seed(0))
+    wanted = {**WANTED, "top_ids": torch.stack([case.targets, case.targets.roll(1)], 1)}
     expected = vocab_parallel_distribution(
-        case.hidden @ case.weight.T, case.targets, backend="torch", **options, **WANTED
+        case.hidden @ case.weight.T, case.targets, backend="torch", **options, **wanted
     )
     if with_rows:
         options["rows"] = case.batch["loss_mask"].nonzero()[:, 0]
     head = HeadInputs(chunk=chunk, **options)
-    found = linear_distribution(case.hidden, case.weight, case.targets, head=head, backend=backend, **WANTED)
+    found = linear_distribution(case.hidden, case.weight, case.targets, head=head, backend=backend, **wanted)
     for name, value in expected._asdict().items():
         if value is None:
             assert name == "kept_mass" and not kept and found.kept_mass is None

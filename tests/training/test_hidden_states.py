@@ -83,7 +83,8 @@ def both_paths(rank: int, case: Case) -> dict[str, Any]:
         if case.overlap:
             model.finish_grad_sync()
         gradients = {key: parameter.main_grad.clone() for key, parameter in model.named_parameters()}
-        values = torch.stack([logprobs.detach(), entropy.detach(), *described])
+        described_rows = [part for part in described if part is not None]
+        values = torch.stack([logprobs.detach(), entropy.detach(), *described_rows])
         out[name] = {"answer": answered, "values": values, "gradients": gradients}
     return out
 

@@ -23,7 +23,7 @@ FIX_TITLES = {
     Level.NUMERICS: "To shrink the gap, by codebase",
 }
 """Titles of the fixes where nothing is broken."""
-METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "")
+METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "drift", "")
 
 
 def header(diagnosis: Diagnosis, share: bool) -> str:
@@ -139,19 +139,20 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
         f"Every correction on {shown.tokens:,} tokens of this dump: percent kept of the tokens, of the answers, of "
         "each quarter of the answers by length (the shortest first), of correct answers, and of tokens with positive "
         "and negative advantage; percent of the advantages that is lost; effective percent of the tokens; bias of the "
-        "weights; cosine with the exact weights of sequences. Red: drops more than 20 % of the correct answers, or "
-        "more than half of a quarter by length. The last table: total variation of the first tokens of a response, and "
-        "the largest bias of weights of tokens, in units of the largest advantage, each beside its bound.",
+        "weights; cosine with the exact weights of sequences; norm of the drift that weights of tokens leave. Red: "
+        "drops more than 20 % of the correct answers, or more than half of a quarter by length. The last table: total "
+        "variation of the first tokens of a response, and the largest bias of weights of tokens, in units of the "
+        "largest advantage, each beside its bound.",
         "a method that keeps nearly all answers of every length, with a high ESS and a cosine near 1.",
     )
 
 
 def _method(row: WhatIf) -> list[str | Cell]:
-    tokens, answers, lengths, right, ess, bias, cosine = report_text.what_if_cells(row)
+    tokens, answers, lengths, right, *numbers = report_text.what_if_cells(row)
     signs = "-" if row.by_sign is None else " ".join(report_text.percent(kept.tokens) for kept in row.by_sign.values())
     lost = "-" if row.advantage_removed is None else report_text.percent(row.advantage_removed)
     warnings = Cell("; ".join(row.warnings), "words red" if row.warnings else "words")
-    return [row.name, tokens, answers, lengths, right, signs, lost, ess, bias, cosine, warnings]
+    return [row.name, tokens, answers, lengths, right, signs, lost, *numbers, warnings]
 
 
 def not_judged(diagnosis: Diagnosis, share: bool) -> str:

@@ -14,13 +14,14 @@ from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printable
 from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
 from megatron_rc.analyze.statistics.draws import came_before, draws_of
+from megatron_rc.analyze.statistics.residual import top_of
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
 WITHOUT_OLD_PASS = "; a training job computes them with correction.old: recompute alone"
 RENAMED = {"token_id": "output_ids"}
 """Names in the file of the columns that have another name here."""
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
-TOP_IDS, TOP_LOGPROBS = "top_ids", "top_rollout_logprobs"
+TOP_IDS, TOP_LOGPROBS, TOP_OLD = "top_ids", "top_rollout_logprobs", "top_old_logprobs"
 SPAN = ("version", "start", "end")
 TOKENS = (LOG_PI, LOG_MU, *(RENAMED.get(name, name) for name in READ_TOKEN_COLUMNS))
 """Columns with a list per row, by their names in the file."""
@@ -28,7 +29,7 @@ TOKENS = (LOG_PI, LOG_MU, *(RENAMED.get(name, name) for name in READ_TOKEN_COLUM
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
     """Names of the columns that an analysis reads; UnreadableFile for a missing, duplicate or wrong one."""
-    known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT, TOP_IDS, TOP_LOGPROBS]
+    known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT, TOP_IDS, TOP_LOGPROBS, TOP_OLD]
     names = [name for name in dict.fromkeys(known) if name in schema.names]
     for needed in (LOG_PI, LOG_MU):
         if needed not in names:
@@ -69,7 +70,7 @@ def _expected(name: str, kind: pa.DataType) -> str:
         return "" if names.issuperset(SPAN) else "a list of spans {version, start, end}"
     if name == PROMPT:
         return "" if _is_list(kind) else "a list of integers"
-    if name in (TOP_IDS, TOP_LOGPROBS):
+    if name in (TOP_IDS, TOP_LOGPROBS, TOP_OLD):
         listed = _is_list(kind) and _is_list(kind.value_type) and _is_number(kind.value_type.value_type)
         return "" if listed else "a list of lists of numbers"
     if name in TOKENS and _is_list(kind):
@@ -148,6 +149,8 @@ def _chunk(table: pa.Table) -> Chunk:
         if ids is not None and ids.shape == top.shape:
             came = came_before(ids, tokens["token_id"], cu_seqlens)
         tokens["draws"] = draws_of(top, log_mu, came)
+        if (of_trainer := _listed(table, TOP_OLD, lengths)) is not None and of_trainer.shape == top.shape:
+            tokens["top"] = top_of(top, of_trainer)
     return Chunk(log_pi, log_mu, cu_seqlens, tokens, sequences)
 
 

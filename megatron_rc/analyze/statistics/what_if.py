@@ -12,6 +12,7 @@ from megatron_rc.analyze.statistics.bound import advantages, sequence_ratio
 from megatron_rc.analyze.statistics.drift import Drift
 from megatron_rc.analyze.statistics.factors import FACTORS, lag
 from megatron_rc.analyze.statistics.reservoir import Reservoir
+from megatron_rc.analyze.statistics.residual import residual_drift
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 
@@ -75,6 +76,8 @@ class WhatIf:
     cosine: float | None
     """Cosine of w A with W A, W the exact weight of the sequence, over the tokens of sequences shorter than T*; None
     where T* is so short that W is noise, or where nothing is kept there."""
+    drift_left: float | None
+    """`residual_drift`; None for weights and gates of sequences, and without the columns of the top ids."""
     warnings: list[str]
     """What speaks against the method."""
 
@@ -213,6 +216,7 @@ class _Measures:
             ess=float(weights.sum() ** 2 / (weights.size * squares)) if squares else 0.0,
             bias=self._bias(method, weights),
             cosine=self._cosine(weights),
+            drift_left=residual_drift(self.chunk.tokens["top"], method) if "top" in self.chunk.tokens else None,
             warnings=_warnings(by_length, by_correct),
         )
 

@@ -262,8 +262,8 @@ class _Step:
         sums = MetricSums().merge(self.corrected.metrics.prefixed("old/"))
         sums.merge(MetricSums.of_means({"entropy": (described.entropy.sum(), local.loss_mask.sum())}))
         sums.merge(sketch(old, local.rollout_logprobs, local.targets, local.loss_mask))
-        self.columns = {name: values for name, values in described._asdict().items() if values is not None}
-        self.columns["old_logprobs"] = self.columns.pop("logprobs")
+        named = {"logprobs": "old_logprobs", "top_logprobs": "top_old_logprobs"}
+        self.columns = {named.get(n, n): values for n, values in described._asdict().items() if values is not None}
         self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
         if shift:
             sums.merge(shift.sums.prefixed("old/"))
