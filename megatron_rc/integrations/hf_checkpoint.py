@@ -15,6 +15,7 @@ _MOE_NAMES = re.compile(
     # the active parameters, as in Qwen3-30B-A3B
     r"(?<![a-z0-9])a\d+(\.\d+)?b|moe|mixtral|dbrx|moonlight|gpt-oss|glm-(4\.[5-9]|5)|deepseek-v[2-4]|deepseek-r1(?!-distill)|kimi-k"
     r"|minimax-(m|text)|llama-?4-|step-?3|nano-30b|qwen2-57b|qwen3-(coder-)?next|nemotron-3-(super|ultra)|grok|longcat"
+    r"|(?<![a-z0-9])hy-?3"
 )
 """Names of models with experts; `config.json` says more where it is here."""
 
@@ -86,6 +87,8 @@ def checkpoint_rules(
             "moe-replay", lambda args: (found := read_checkpoint(args[model])).is_moe and not replays(args) and found,
             f"{{args[{model}]}} is a mixture of experts by its {{found.evidence}}, and trainer and engine choose "
             "experts by themselves",
-            replay, good="routes are replayed, or nothing says that the model has experts", severity="warning",
+            replay,
+            good="routes are replayed, this trainer cannot replay any, or nothing says that the model has experts",
+            severity="warning",
         ),
     )  # fmt: skip

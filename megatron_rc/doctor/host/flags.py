@@ -101,7 +101,7 @@ class Arguments:
         try:
             keys = self._config_keys
         except Undecided:
-            if flag not in self._flags and name not in self._defaults:
+            if flag not in self._flags:
                 raise
             keys = {}
         if name in keys:
