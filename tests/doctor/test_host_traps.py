@@ -324,9 +324,7 @@ def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:
 
 
 @pytest.mark.parametrize(("host", "flag"), [(SWIFT, "--config"), ("miles", "--custom-config-path")])
-def test_a_setting_that_a_yaml_file_may_hold_is_undecided_where_the_file_is_not_here(
-    host: str, flag: str, tmp_path: Path
-) -> None:
+def test_a_setting_that_a_missing_yaml_file_may_hold_is_undecided(host: str, flag: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     assert not traps(host, f"{flag} {file}")["temperature"].decided
     file.write_text("{temperature: 0, rollout_temperature: 0}")

@@ -1,7 +1,7 @@
 """What doctor says about the launch scripts that host codebases ship, against the truth that a reader wrote before.
 
-    python benchmarks/hosts/verdicts.py draw TREES      # pairs of script and check whose truth is to be read
-    python benchmarks/hosts/verdicts.py judge TREES     # doctor's verdicts; exit status 1 where one is wrong
+    python benchmarks/host_scripts/verdicts.py draw TREES      # pairs of script and check whose truth is to be read
+    python benchmarks/host_scripts/verdicts.py judge TREES     # doctor's verdicts; exit status 1 where one is wrong
 
 TREES holds a checkout of each host in a folder of its name. README.md says how the truth was read.
 """
@@ -70,8 +70,6 @@ def digest(path: Path) -> str:
 
 
 def rows() -> list[dict[str, str]]:
-    if not TABLE.is_file():
-        return []
     with TABLE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -92,10 +90,7 @@ def draw(trees: Path) -> list[dict[str, str]]:
 
 
 def judge(trees: Path) -> list[dict[str, str]]:
-    """The table with doctor's verdicts, and a row for each verdict other than good that it does not have yet.
-
-    A verdict is "undecided" where a fact is missing, and "stale" where the script is not the one that was read.
-    """
+    """The table with doctor's verdicts, and a row for each verdict other than good that it does not have yet."""
     table = {(row["host"], row["script"], row["check"]): row for row in rows()}
     for row in table.values():
         row["verdict"] = "stale"
@@ -106,16 +101,9 @@ def judge(trees: Path) -> list[dict[str, str]]:
             if row and row["sha256"] == digest(path):
                 row["verdict"] = verdict
             elif not row and finding.decided and finding.status != "good" and check != "shell-variables":
-                given = (host, name, digest(path), check, "", "", "", "after", verdict)
-                table[host, name, check] = dict(zip(COLUMNS, given, strict=True))
+                new = {"host": host, "script": name, "sha256": digest(path), "check": check, "written": "after"}
+                table[host, name, check] = {**dict.fromkeys(COLUMNS, ""), **new, "verdict": verdict}
     return [table[key] for key in sorted(table)]
-
-
-def write(table: list[dict[str, str]], path: Path = TABLE) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
 
 
 def wrong(table: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -131,7 +119,10 @@ def main() -> None:
         csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(draw(given.trees))
         return
     table = judge(given.trees)
-    write(table)
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
     for row in wrong(table):
         print("wrong:", *(row[name] for name in ("host", "script", "check", "truth", "verdict")))
     print(len(table), "rows:", dict(Counter(row["verdict"] for row in table)))

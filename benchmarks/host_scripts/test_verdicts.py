@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hosts.verdicts import SEED, draw, judge, rows, wrong
+from host_scripts.verdicts import SEED, draw, judge, rows, wrong
 
 
 def test_no_verdict_of_the_committed_table_is_wrong() -> None:
