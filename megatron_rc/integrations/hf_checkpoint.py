@@ -34,7 +34,8 @@ def read_checkpoint(path: object) -> Checkpoint:
     name = str(path or "")
     config = _config_of(name)
     if config is None:
-        lower = name.lower()
+        # the folder may be a variable of the shell, whose name says nothing
+        lower = name.rstrip("/").rpartition("/")[2].lower() if "$" in name else name.lower()
         return Checkpoint(any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
     sections = list(_sections(config))
     experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]

@@ -73,6 +73,7 @@ TRAPPED = [
     (VERL, "two-policies", f"-m {FULLY_ASYNC}", "note", "PPO's clip"),
     (VERL, "moe-replay", MOE, "warning", "choose experts"),
     (VERL, "moe-replay", f"{MOE.replace('megatron', 'veomni')}", "warning", "choose experts"),
+    (VERL, "moe-replay", MOE.replace("Qwen/", "$DATA/models/"), "warning", "choose experts"),
     (VERL, "moe-replay", f"{MOE} {REPLAY}", "error", "does not return"),
     (VERL, "moe-replay", f"{ROLLOUT}.enable_rollout_routing_replay=True", "error", "does not replay"),
     (VERL, "dtypes", f"model_engine=megatron {ROLLOUT}.dtype=float16", "warning", "float16"),

@@ -86,7 +86,7 @@ TRAPPED = [
     ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
     ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
     ("slime", "entropy-of-the-dump", f"{ENTROPY} --rollout-top-p 0.9", "warning", "the whole vocabulary"),
-    ("slime", "quantized-rollouts", "--hf-checkpoint /models/Qwen3-4B-FP8/", "warning", "no correction acts"),
+    ("slime", "quantized-rollouts", "--hf-checkpoint $MODELS/Qwen3-4B-FP8/", "warning", "no correction acts"),
     ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "no correction acts"),
     ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "no correction acts"),
     ("slime", "asynchronous-rollouts", "python3 train_async.py --lr 1", "warning", "older weights"),
