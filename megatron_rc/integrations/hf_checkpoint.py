@@ -15,6 +15,7 @@ _MOE_NAMES = re.compile(
     # the active parameters, as in Qwen3-30B-A3B
     r"(?<![a-z0-9])a\d+(\.\d+)?b|moe|mixtral|dbrx|moonlight|gpt-oss|glm-(4\.[5-9]|5)|deepseek-v[2-4]|deepseek-r1(?!-distill)|kimi-k"
     r"|minimax-(m|text)|llama-?4-|step-?3|nano-30b|qwen2-57b|qwen3-(coder-)?next|nemotron-3-(super|ultra)|grok|longcat"
+    r"|(?<![a-z0-9])hy-?3"
 )
 """Names of models with experts; `config.json` says more where it is here."""
 
@@ -33,7 +34,8 @@ def read_checkpoint(path: object) -> Checkpoint:
     name = str(path or "")
     config = _config_of(name)
     if config is None:
-        lower = name.lower()
+        # the folder may be a variable of the shell, whose name says nothing
+        lower = name.rstrip("/").rpartition("/")[2].lower() if "$" in name else name.lower()
         return Checkpoint(any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
     sections = list(_sections(config))
     experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]
@@ -86,6 +88,8 @@ def checkpoint_rules(
             "moe-replay", lambda args: (found := read_checkpoint(args[model])).is_moe and not replays(args) and found,
             f"{{args[{model}]}} is a mixture of experts by its {{found.evidence}}, and trainer and engine choose "
             "experts by themselves",
-            replay, good="routes are replayed, or nothing says that the model has experts", severity="warning",
+            replay,
+            good="routes are replayed, this trainer cannot replay any, or nothing says that the model has experts",
+            severity="warning",
         ),
     )  # fmt: skip

@@ -86,7 +86,7 @@ TRAPPED = [
     ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
     ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
     ("slime", "entropy-of-the-dump", f"{ENTROPY} --rollout-top-p 0.9", "warning", "the whole vocabulary"),
-    ("slime", "quantized-rollouts", "--hf-checkpoint /models/Qwen3-4B-FP8/", "warning", "no correction acts"),
+    ("slime", "quantized-rollouts", "--hf-checkpoint $MODELS/Qwen3-4B-FP8/", "warning", "no correction acts"),
     ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "no correction acts"),
     ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "no correction acts"),
     ("slime", "asynchronous-rollouts", "python3 train_async.py --lr 1", "warning", "older weights"),
@@ -321,6 +321,14 @@ def test_rollouts_that_a_correction_acts_on_may_be_quantised_and_stale(tmp_path:
 def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:
     finding = traps(LM, f"{RL} --rl-default-temperature $TEMPERATURE")["temperature"]
     assert not finding.decided and "$TEMPERATURE" in finding.found
+
+
+@pytest.mark.parametrize(("host", "flag"), [(SWIFT, "--config"), ("miles", "--custom-config-path")])
+def test_a_setting_that_a_missing_yaml_file_may_hold_is_undecided(host: str, flag: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    assert not traps(host, f"{flag} {file}")["temperature"].decided
+    file.write_text("{temperature: 0, rollout_temperature: 0}")
+    assert traps(host, f"{flag} {file}")["temperature"].status == "error"
 
 
 SOURCES = {"MEGATRON_LM_DIR": (LM, TRAINING), "SLIME_DIR": ("slime",), "MILES_DIR": ("miles",)}

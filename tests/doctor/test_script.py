@@ -87,7 +87,7 @@ def test_nothing_hides_in_a_list_that_no_line_fills_nor_in_a_path_behind_a_varia
 
 @pytest.mark.parametrize(
     ("name", "is_moe"),
-    [("openai/gpt-oss-20b", True), ("zai-org/GLM-4.6", True), ("MiniMaxAI/MiniMax-M2.5", True),
+    [("openai/gpt-oss-20b", True), ("zai-org/GLM-4.6", True), ("MiniMaxAI/MiniMax-M2.5", True), ("tencent/Hy3", True),
      ("a/Gemma_4_26B_A4B", True),
      ("deepseek-ai/DeepSeek-V2-Lite", True), ("deepseek-ai/DeepSeek-R1", True), ("Qwen/Qwen3-Coder-Next", True),
      ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False), ("Qwen/Qwen3-8B", False), ("meta-llama/Llama-3.1-8B", False),

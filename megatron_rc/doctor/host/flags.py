@@ -17,6 +17,8 @@ MAX_NAMED = 5
 """A sentence names at most this many shell variables: scripts with dozens would fill the screen."""
 _VARIABLE = re.compile(r"(\$(\w+|\{.*\}))+")
 """A word of variables alone; one with text behind them, as a path has, can be no flag."""
+CHECKPOINTS = ("hf-checkpoint", "path", "model_name")
+"""Names of settings whose value is a checkpoint; doctor judges one by its name where the folder is a variable."""
 _LIST = re.compile(r"\$\{\w+\[[@*]\]\}$|\$[@*]$")
 
 
@@ -50,7 +52,7 @@ class Flags:
         if not given:
             self.require_absence(name)
             return default
-        if "$" in given[0]:
+        if not is_spelled_out(name, given[0]):
             raise Undecided(f"--{name} is {given[0]}, a variable of the shell", EXPANDED)
         return given[0]
 
@@ -101,7 +103,7 @@ class Arguments:
         try:
             keys = self._config_keys
         except Undecided:
-            if flag not in self._flags and name not in self._defaults:
+            if flag not in self._flags:
                 raise
             keys = {}
         if name in keys:
@@ -128,6 +130,11 @@ class Arguments:
         if path and not Path(path).is_file():
             raise Undecided(f"--{self._config_flag} {path} cannot be read here", "Run doctor where that file is.")
         return schema.load_yaml(Path(path)) if path else {}
+
+
+def is_spelled_out(name: str, value: str) -> bool:
+    """Whether no variable of the shell hides what a value says; of a checkpoint only the last part of its path."""
+    return "$" not in (value.rstrip("/").rpartition("/")[2] if name in CHECKPOINTS else value)
 
 
 def _values_of(words: Sequence[str]) -> dict[str, list[str]]:

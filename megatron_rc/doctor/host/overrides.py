@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
-from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags
+from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags, is_spelled_out
 from megatron_rc.doctor.registry import Undecided
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
@@ -57,7 +57,7 @@ class Overrides:
             node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
             if node is _ABSENT:
                 return self._default(path)
-        if isinstance(node, str) and "$" in node:
+        if isinstance(node, str) and not is_spelled_out(parts[-1], node):
             reference = _REFERENCE.fullmatch(node)
             if reference and references and "." in reference[1]:
                 return self._read(reference[1], references - 1)

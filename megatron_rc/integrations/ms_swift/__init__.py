@@ -71,6 +71,7 @@ HOST = Host(
     ),
     flag_rules=RULES,
     flag_defaults=DEFAULTS,
+    config_flag="config",
     without_rl=r"--rlhf_type[ =](dpo|kto|rm|gkd)|\bmegatron (sft|pt|export)",
     where="Run pip install ms-swift, or put a clone of modelscope/ms-swift on PYTHONPATH.",
 )

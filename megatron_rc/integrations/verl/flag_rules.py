@@ -95,6 +95,11 @@ def _is_async_program(args: Any) -> bool:
     return any(name in args.program for name in ("fully_async", "one_step_off_policy"))
 
 
+def _is_v1(args: Any) -> bool:
+    """Whether main_ppo's new trainer runs; the asynchronous programs have one of their own, made from the old one."""
+    return bool(args["trainer.use_v1"]) and not _is_async_program(args)
+
+
 def _is_async(args: Any) -> bool:
     return _is_async_program(args) or (args["trainer.use_v1"] and args["trainer.v1.trainer_mode"] != "sync")
 
@@ -107,6 +112,10 @@ def _is_quantized(args: Any) -> bool:
 
 def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[STRATEGY]) or "megatron" in args.program
+
+
+def _can_replay(args: Any) -> bool:
+    return _is_megatron(args) or "veomni" in (args["model_engine"], args[STRATEGY])
 
 
 RULES = (
@@ -130,14 +139,14 @@ RULES = (
         f"Set {_SPLITS_ROWS}=True, or head: linear in {VARIABLE}.",
         good="the gradient of hidden states is that of the whole vocabulary"),
     FlagRule("bypass-reaches-workers",
-        lambda args: _is_bypass(args) and not _is_ours(args) and not args["trainer.use_v1"]
+        lambda args: _is_bypass(args) and not _is_ours(args) and not _is_v1(args)
         and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
         "bypass_mode edits the configuration of the trainer process after the workers have theirs, so loss_type and "
         "rollout_rs never act (verl issues 4912 and 4272)",
         f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False.",
         good="no setting of the bypass mode is lost on its way to the workers"),
     FlagRule("bypass-reaches-workers",
-        lambda args: args[f"{CORRECTION}.bypass_mode"] and not _is_ours(args) and args["trainer.use_v1"]
+        lambda args: args[f"{CORRECTION}.bypass_mode"] and not _is_ours(args) and _is_v1(args)
         and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
         "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
         f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False."),
@@ -158,16 +167,17 @@ RULES = (
         f"Set {CORRECTION}.rollout_rs_threshold to 1/upper_1/lower.", good="no asymmetric bound on k1 is given",
         severity="note"),
     FlagRule("rejection-denominator",
-        lambda args: args[f"{CORRECTION}.rollout_rs"] is not None and not args["trainer.use_v1"],
-        "trainer.use_v1=False divides by the kept tokens alone, so the step grows by 1 / (1 - rejected)",
-        f"Set trainer.use_v1=True, or correct with {VARIABLE}, whose denominator counts rejected tokens.",
+        lambda args: args[f"{CORRECTION}.rollout_rs"] is not None and not _is_v1(args) and not _is_bypass(args),
+        "the trainer of trainer.use_v1=False and of the asynchronous programs divides by the kept tokens alone, so the "
+        "step grows by 1 / (1 - rejected)",
+        f"Correct with {VARIABLE}, whose denominator counts rejected tokens, or set trainer.use_v1=True for main_ppo.",
         good="rejected tokens stay in the denominator, or none are rejected", severity="warning"),
     *uncorrected_rules(_is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
         f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'."),
     *checkpoint_rules(_MODEL,
         quantize=f"quantise rollouts with {ROLLOUT}.quantization=fp8",
-        replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
-        replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True."),
+        replays=lambda args: {args[_REPLAY], args[_VEOMNI_REPLAY]} != {"disabled"} or not _can_replay(args),
+        replay=f"Set {_RETURNS_ROUTES}=True and {_REPLAY}=R3, or {_VEOMNI_REPLAY}=R3."),
     FlagRule("two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
         f"Set {VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {LOSS}=megatron_rc.",

@@ -1,0 +1,1 @@
+"""Doctor's verdicts on the launch scripts that host codebases ship."""
