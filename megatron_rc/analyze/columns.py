@@ -14,6 +14,7 @@ TOKEN_COLUMNS = {
     "position": Column("position in the response, from 0", "computed"),
     "draws": Column("from top_rollout_logprobs: how the token was drawn from what the sampler logged", "computed"),
     "top": Column("what sampler and trainer say of the sampler's most probable ids (top_old_logprobs)", "computed"),
+    "logit_step": Column("from top_rollout_logprobs: step of the sampler's logits, 0 without one", "computed"),
     "entropy": Column("entropy of the trainer's policy, nats, at the training temperature and support"),
     "varentropy": Column("variance of -log pi under the trainer's policy, nats^2"),
     "top1_prob": Column("largest probability of the trainer's policy"),

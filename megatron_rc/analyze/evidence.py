@@ -20,6 +20,7 @@ from megatron_rc.analyze.statistics.profile import Permutations, Profile, Profil
 from megatron_rc.analyze.statistics.reservoir import Reservoir
 from megatron_rc.analyze.statistics.sign_flips import sign_flip_test
 from megatron_rc.analyze.statistics.significance import Test, holm
+from megatron_rc.analyze.statistics.single_ids import OneId
 from megatron_rc.analyze.statistics.steps import Step, StepSums
 from megatron_rc.analyze.statistics.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
 from megatron_rc.analyze.statistics.tail import Tail, TailSums
@@ -80,6 +81,8 @@ class Evidence:
     """What the user knows about the sides."""
     draws: dict[str, Outside] | None = None
     """Whether the sampler drew from what it logged; None without its top log-probs."""
+    worst_id: OneId | None = None
+    """The id that the sampler draws otherwise than it logs most surely; None where no listed id is drawn often."""
     course: Timeline | None = None
     """The course over the steps, with p-values before the correction; None with too few steps."""
 
@@ -95,6 +98,7 @@ class Evidence:
             *self.factor_tests.values(),
             self.sign_test,
             *(one.test for one in (self.draws or {}).values() if one.test),
+            *([self.worst_id.test] if self.worst_id else []),
             *(self.course.tests if self.course else ()),
         ]
 
@@ -184,6 +188,8 @@ class Gathering:
             self._cells.add(pairs, rows)
         self._lags.add(chunk)
         self._draws.add(chunk)
+        # the sums have it all, and it is the widest column
+        chunk = replace(chunk, tokens={name: values for name, values in chunk.tokens.items() if name != "draws"})
         self._tokens.add(chunk.log_ratio)
         self._weights.add(self._growth.add(chunk))
         for profile in self._profiles.values():
@@ -242,6 +248,7 @@ class Gathering:
             outcome_filter=self._outcomes.outcome_filter(self._columns),
             known=self._known,
             draws=self._draws.draws(),
+            worst_id=self._draws.worst_id(),
         )
         return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 

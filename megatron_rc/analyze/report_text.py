@@ -8,7 +8,7 @@ from megatron_rc.analyze.headline import OFFSET
 from megatron_rc.analyze.rules.rc102 import RATIO_FLOOR
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.statistics.drift import AtLength, Drift
-from megatron_rc.analyze.statistics.grid import Grid, grid
+from megatron_rc.analyze.statistics.grid import grid, logit_grid
 from megatron_rc.analyze.statistics.growth import Growth
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.profile import Profile
@@ -126,7 +126,7 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
             f"sd of the sum of l grows as t^{number(growth.exponent)} ({_kind(growth)}); its "
             f"variance is {number(growth.coherence)} times that of independent tokens",
         ),
-        *([("log mu", _grid(found))] if (found := grid(evidence.sample)) else []),
+        *_grids(evidence),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
 
@@ -137,8 +137,15 @@ def _kind(growth: Growth) -> str:
     return "0.5 noise, 1 an offset, 0 a transient"
 
 
-def _grid(found: Grid) -> str:
-    return f"has {found.decimals} decimal{'s' * (found.decimals > 1)}; the rounding makes {found.share:.1%} of mean l^2"
+def _grids(evidence: Evidence) -> list[tuple[str, str]]:
+    """What rounding of the sampler's logs and logits makes of the gap, where they lie on a grid."""
+    lines = []
+    if found := grid(evidence.sample):
+        lines.append(("log mu", f"has {found.name}; the rounding makes {found.share:.1%} of mean l^2"))
+    if found := logit_grid(evidence.sample):
+        steps = f"the sampler's have steps of {found.name}, as in 16 bits; the rounding makes at least"
+        lines.append(("logits", f"{steps} {found.share:.1%} of mean l^2"))
+    return lines
 
 
 def _one_token(evidence: Evidence) -> str:

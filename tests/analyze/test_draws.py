@@ -1,5 +1,6 @@
 """Draws against the sampler's own top log-probs: exact by enumeration, right on faults, silent on honest samplers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from simulated_dumps import chunk_of, diagnosed, draw, kept, levels, log_softmax, repetition_penalty, world
+from simulated_dumps import chunk_of, diagnosed, draw, honest, kept, levels, log_softmax, repetition_penalty, world
 from tiny_models import DENSE, transformers_model
 
 from megatron_rc.analyze.chunk import Chunk, join
@@ -16,7 +17,8 @@ from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.readers import open_dump, parquet
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.rules.rule import Level
-from megatron_rc.analyze.statistics.draws import FIELDS, SETS, came_before, draws_of
+from megatron_rc.analyze.statistics.draws import FIELDS, SETS, came_before, columns_of, draws_of
+from megatron_rc.analyze.statistics.grid import grid, logit_grid
 from megatron_rc.engine import HiddenSampling, SamplingParams
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 
@@ -63,8 +65,14 @@ def logged(w: Any, drawn_from: np.ndarray, ids: np.ndarray | None = None) -> Chu
     chunk = chunk_of(w, ids, log_softmax(w.logits), log_mu)
     top = np.argsort(-log_mu, axis=1)[:, :K]
     listed = np.take_along_axis(log_mu, top, axis=1)
-    columns = {"draws": draws_of(listed, chunk.log_mu, came_before(top, ids, chunk.cu_seqlens)), "token_id": ids}
-    return Chunk(chunk.log_pi, chunk.log_mu, chunk.cu_seqlens, columns, chunk.sequences)
+    columns = columns_of(listed, chunk.log_mu, chunk.cu_seqlens, top_ids=top, token_id=ids)
+    return replace(chunk, tokens={**columns, "token_id": ids})
+
+
+def zipf(w: Any, size: float = 1.0) -> Any:
+    """With ids that are as frequent as those of a language, if ``size`` is 1."""
+    frequent = -size * np.log1p(np.arange(w.logits.shape[1]))
+    return replace(w, logits=w.logits + frequent, noisy=w.noisy + frequent)
 
 
 def only(log_probs: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -99,9 +107,68 @@ def test_a_penalty_on_repetitions_that_is_not_in_the_logs_is_named() -> None:
     assert levels(found) == {"RC109": Level.BUG} and "of ids that came before" in found.verdicts[0].sentence
 
 
+def test_over_all_tokens_a_listed_id_is_drawn_as_often_as_its_probability_with_the_variance_of_one_draw() -> None:
+    for log_q in log_softmax(3 * np.random.default_rng(2).normal(size=(6, 40))):
+        ids, q = np.arange(40), np.exp(log_q)[:, None]
+        found = columns_of(np.tile(log_q, (40, 1)), log_q, ids, top_ids=np.tile(ids, (40, 1)), token_id=ids)["draws"]
+        assert found["top_id"][0].tolist() == np.argsort(-log_q)[:8].tolist()
+        score, listed = found["top_drawn"] - found["top_q"], found["top_q"][0]
+        np.testing.assert_allclose((q * score).sum(0), 0, atol=1e-6)
+        np.testing.assert_allclose((q * score**2).sum(0), listed * (1 - listed), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [-np.inf, -1.0, -0.5, 0.5, 1.0])
+def test_a_bias_on_an_id_that_is_not_in_the_logs_is_named_from_five_standard_errors_on(size: float) -> None:
+    w = zipf(world(6, sequences=48))
+    bias = np.where(np.arange(256) == 1, size, 0.0)
+    found = diagnosed(logged(w, log_softmax(w.noisy + bias)))
+    assert found.evidence.worst_id.test.z**2 > 25
+    assert levels(found) == {"RC109": Level.BUG}
+    assert "token id 1 was drawn" in found.verdicts[0].sentence
+    if abs(size) < 1:
+        assert found.verdicts[0].numbers["bias"] == pytest.approx(size, abs=0.15)
+
+
+@pytest.mark.parametrize("name", ["temperature 0.9", "top-p 0.9", "top-k 20", "min-p 0.1"])
+def test_what_moves_all_ids_is_no_bias_of_the_most_frequent_one(name: str) -> None:
+    change, said = FAULTS[name]
+    w = zipf(world(7, sequences=96))
+    found = diagnosed(logged(w, change(log_softmax(w.noisy))))
+    assert said in found.verdicts[0].sentence
+    penalised = logged(w, w.noisy, repetition_penalty(w, 1.3).tokens["token_id"])
+    assert "of ids that came before" in diagnosed(penalised).verdicts[0].sentence
+
+
+@pytest.mark.parametrize(("step", "temperature"), [(0.0, 1.0), (1 / 16, 1.0), (1 / 8, 0.7)])
+def test_the_steps_of_the_samplers_logits_are_read_from_its_top_log_probs(step: float, temperature: float) -> None:
+    w = world(8, sequences=24)
+    noisy = np.round(w.logits / step) * step if step else w.noisy
+    w = replace(w, logits=w.logits / temperature, noisy=noisy / temperature)
+    log_mu, ids = log_softmax(w.noisy).astype(np.float32), draw(w.random, log_softmax(w.noisy))
+    chunk = chunk_of(w, ids, log_softmax(w.logits), log_mu, temperature=np.full(24, temperature))
+    top = -np.sort(-log_mu, axis=1)[:, :K]
+    columns = columns_of(top, chunk.log_mu, chunk.cu_seqlens, temperature=np.full(ids.size, temperature))
+    found = logit_grid(replace(chunk, tokens=columns))
+    if not step:
+        assert found is None
+    else:
+        assert found.name == f"1/{1 / step:g}" and 0.5 < found.share <= 1
+
+
+@pytest.mark.parametrize(("name", "kept_as"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_log_probs_that_were_kept_in_16_bits_are_told_from_those_of_32(name: str, kept_as: torch.dtype) -> None:
+    chunk = honest(world(9, noise=1e-4, sequences=12))
+    exact = torch.tensor(chunk.log_mu).float()
+    assert grid(replace(chunk, log_mu=exact.double().numpy())) is None
+    found = grid(replace(chunk, log_mu=exact.to(kept_as).double().numpy()))
+    assert found.name == name and 0.5 < found.share <= 1
+    rounded = replace(chunk, log_mu=exact.to(kept_as).double().numpy())
+    assert "RC108" not in levels(diagnosed(rounded))
+
+
 def test_an_honest_sampler_is_never_accused_whatever_the_trainer_does() -> None:
     for seed in range(24):
-        w = world(seed, noise=(0.03, 0.6)[seed % 2], sequences=24)
+        w = zipf(world(seed, noise=(0.03, 0.6)[seed % 2], sequences=24), seed // 2 % 2)
         assert "RC109" not in levels(diagnosed(logged(w, log_softmax(w.noisy)), select=("RC109",))), seed
 
 

@@ -13,7 +13,7 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printable
 from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
-from megatron_rc.analyze.statistics.draws import came_before, draws_of
+from megatron_rc.analyze.statistics.draws import columns_of
 from megatron_rc.analyze.statistics.residual import top_of
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
@@ -144,11 +144,10 @@ def _chunk(table: pa.Table) -> Chunk:
     log_pi, log_mu = (_flat(table[name]).astype(np.float64) for name in (LOG_PI, LOG_MU))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     if (top := _listed(table, TOP_LOGPROBS, lengths)) is not None:
-        ids = _listed(table, TOP_IDS, lengths) if "token_id" in tokens else None
-        came = None
-        if ids is not None and ids.shape == top.shape:
-            came = came_before(ids, tokens["token_id"], cu_seqlens)
-        tokens["draws"] = draws_of(top, log_mu, came)
+        hot = np.repeat(sequences["temperature"], lengths) if "temperature" in sequences else None
+        ids = _listed(table, TOP_IDS, lengths)
+        known = tokens.get("token_id")
+        tokens |= columns_of(top, log_mu, cu_seqlens, top_ids=ids, token_id=known, temperature=hot)
         if (of_trainer := _listed(table, TOP_OLD, lengths)) is not None and of_trainer.shape == top.shape:
             tokens["top"] = top_of(top, of_trainer)
     return Chunk(log_pi, log_mu, cu_seqlens, tokens, sequences)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_rc.analyze.chunk import Floats
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.torch_file import value_of
-from megatron_rc.analyze.statistics.draws import came_before, draws_of
+from megatron_rc.analyze.statistics.draws import columns_of
 
 LOG_PI, LOG_MU = "log_probs", "rollout_log_probs"
 PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "advantages"}
@@ -44,7 +44,7 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
         tokens["token_id"] = ids[total - response :]
     rows.check_sizes({LOG_PI: log_pi, LOG_MU: log_mu, **tokens}, response, "response_lengths says")
     if values.get(TOP) is not None:
-        tokens["draws"] = _draws(values.get(TOP_IDS), values[TOP], log_mu, tokens.get("token_id"))
+        tokens |= _draws(values.get(TOP_IDS), values[TOP], log_mu, tokens.get("token_id"))
     if total < response:
         raise rows.BadRow(f"total_lengths says {total}, response_lengths says {response}")
     versions = values.get("weight_versions")
@@ -63,12 +63,11 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
     return rows.Row(log_pi, log_mu, tokens, {**sequence, **known})
 
 
-def _draws(ids: Any, top: Any, log_mu: Floats, token_id: NDArray[Any] | None) -> NDArray[Any]:
+def _draws(ids: Any, top: Any, log_mu: Floats, token_id: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
     arrays = [v for v in (ids, top) if isinstance(v, np.ndarray) and v.ndim == 2 and len(v) == log_mu.size]
     if len(arrays) < 2 or ids.shape != top.shape or ids.dtype.kind not in "iu" or top.dtype.kind != "f":
         raise rows.BadRow(f"{TOP_IDS} must be ids, and {TOP} as many numbers, of every response token")
-    came = None if token_id is None else came_before(ids, token_id, np.array([0, len(ids)]))
-    return draws_of(top, log_mu, came)
+    return columns_of(top, log_mu, np.array([0, len(ids)]), top_ids=ids, token_id=token_id)
 
 
 def columns_before(sample: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:

@@ -40,12 +40,12 @@ def check(evidence: Evidence) -> Verdict | None:
                 share=1 - gap / evidence.whole.k3,
             )
     found = grid(sample)
-    if found is None or found.share < PROVES:
+    if found is None or not found.decimals or found.share < PROVES:
         return None
     return Verdict(
         Level.BUG,
-        f"log mu is rounded to {found.decimals} decimal{'s' * (found.decimals > 1)}, which makes {found.share:.0%} of "
-        "the gap: nothing smaller can be measured with these logs",
+        f"log mu is rounded to {found.name}, which makes {found.share:.0%} of the gap: nothing smaller can be measured "
+        "with these logs",
         {"decimals": float(found.decimals)},
         share=found.share,
     )

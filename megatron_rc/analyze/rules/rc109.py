@@ -10,11 +10,31 @@ TEMPERATURE = 0.02
 """Distance of a temperature from 1 that counts; no sampler rounds logits as coarsely."""
 FAR = 1.3
 """Beta from which one step of Newton ends short of it."""
+BIAS = 0.1
+"""nats; least bias on the logit of one id: 16-bit log-probs promise up to 2 % too many or too few of its draws."""
 SAME = 0.05
 """Distance of beta from 1 up to which the draws that a filter keeps follow the logs."""
 
 
 def check(evidence: Evidence) -> Verdict | None:
+    found, one = _of_sets(evidence), evidence.worst_id
+    if one is None or abs(one.bias) < BIAS or not evidence.significant(one.test):
+        return found
+    # of the causes, the score of the true one is furthest from 0 (Cauchy and Schwarz)
+    if found is not None and abs(one.test.z) <= found.numbers["z"]:
+        return found
+    others = f", and so {one.others:,} other ids" if one.others else ""
+    return Verdict(
+        Level.BUG,
+        f"token id {one.token_id} was drawn {one.drawn:,.0f} times where the sampler's own logs promise "
+        f"{one.expected:,.0f}{others}: a bias on its logit came after it had logged its log-probs",
+        {"token_id": one.token_id, "drawn": one.drawn, "expected": one.expected, "bias": one.bias},
+        evidence.adjusted[one.test.name],
+    )
+
+
+def _of_sets(evidence: Evidence) -> Verdict | None:
+    """A temperature, a filter or a penalty."""
     if (draws := evidence.draws) is None:
         return None
     significant = {name: one for name, one in draws.items() if evidence.significant(one.test)}
@@ -37,7 +57,8 @@ def check(evidence: Evidence) -> Verdict | None:
             f"{why} it had logged its log-probs"
         )
         numbers = {"drawn": found.drawn, "expected": found.expected}
-    return Verdict(Level.BUG, said, numbers, evidence.adjusted[found.test.name] if found.test else None)
+    assert found.test is not None, "a significant set has a test"
+    return Verdict(Level.BUG, said, {**numbers, "z": abs(found.test.z)}, evidence.adjusted[found.test.name])
 
 
 RULE = Rule("RC109", Stage.HONESTY, check, needs=("draws",), unfiltered=True)

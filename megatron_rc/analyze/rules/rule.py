@@ -93,7 +93,7 @@ class Range:
 
 
 TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
-"""What benchmarks/diagnosis (confusion.py, false_alarms.py) and the simulated dumps cover: vocabularies of 256 and
+"""What benchmarks/diagnosis (confusion.py) and the simulated dumps cover: vocabularies of 256 and
 4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang. At an entropy of 2.4,
 0.9 and 0.3 nats, seeing a hidden top-p of 0.99 takes 14,000 to 17,000 tokens; a hidden temperature of 0.95 takes
 2,200, 5,800 and 14,600 (docs/results.md). A smaller dump without a verdict has not excluded them."""

@@ -18,7 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats, Integers
+from megatron_rc.analyze.statistics import single_ids
+from megatron_rc.analyze.statistics.grid import logit_steps
 from megatron_rc.analyze.statistics.significance import Test, normal_p, self_normalised
+from megatron_rc.analyze.statistics.single_ids import FEWEST_EXPECTED, IdSums, OneId
 
 NOTHING, SEEN = "nothing", "seen before"
 FILTERS = (
@@ -27,11 +30,9 @@ FILTERS = (
 SETS = (NOTHING, *(f"{kind} {value:g}" for kind, value in FILTERS), SEEN)
 """Sets of ids by what drops them: nothing, a filter, or having come before in the response."""
 FIELDS = ("drawn", "mass", "score", "information")
-DTYPE = np.dtype([(name, "f4", (len(SETS),)) for name in FIELDS])
+DTYPE = np.dtype([*((name, "f4", (len(SETS),)) for name in FIELDS), *single_ids.DTYPE])
 """The column `draws` of a token, by set: whether it was drawn, its probability q; and outside of it, the token's log q
-minus the mean, and the variance."""
-FEWEST_EXPECTED = 10.0
-"""A set is tested from this variance of the number of draws on."""
+minus the mean, and the variance. Then the most probable ids one by one."""
 _TIE = 1e-5  # nats: equal logits stay equal
 _BLOCK = 16_384  # tokens at a time, so that memory stays small
 
@@ -92,6 +93,31 @@ def _fill(out: NDArray[Any], top: Floats, log_mu: Floats, came: Flags | None) ->
         out["information"][:, number] = outside * np.maximum(0.0, (share * logs**2).sum(1) - mean**2)
 
 
+def columns_of(
+    top: Floats,
+    log_mu: Floats,
+    cu_seqlens: Integers,
+    *,
+    top_ids: Integers | None = None,
+    token_id: Integers | None = None,
+    temperature: Floats | None = None,
+) -> dict[str, NDArray[Any]]:
+    """The columns that a file's top log-probs give, `draws` and `logit_step`.
+
+    Args:
+        top: [N, k] as in ``draws_of``.
+        log_mu: [N] nats.
+        cu_seqlens: [S + 1] where each response starts.
+        top_ids: [N, k] the ids of ``top``; with ``token_id`` [N], ids are judged one by one.
+        temperature: [N] sampling temperature.
+    """
+    if top_ids is None or token_id is None or top_ids.shape != top.shape:
+        return {"draws": draws_of(top, log_mu), "logit_step": logit_steps(top, temperature)}
+    draws = draws_of(top, log_mu, came_before(top_ids, token_id, cu_seqlens))
+    single_ids.fill(draws, np.nan_to_num(top, nan=-np.inf), top_ids, token_id)
+    return {"draws": draws, "logit_step": logit_steps(top, temperature)}
+
+
 def came_before(top_ids: Integers, output_ids: Integers, cu_seqlens: Integers) -> Flags:
     """[N, k]: an id of ``top_ids`` [N, k] is among the tokens of its response before it."""
     out = np.zeros(top_ids.shape, bool)
@@ -129,16 +155,22 @@ class DrawSums:
     def __init__(self) -> None:
         self._sums = {name: np.zeros(len(SETS)) for name in (*FIELDS, "variance")}
         self._squares = self._largest = 0.0
+        self._ids = IdSums()
 
     def add(self, chunk: Chunk) -> None:
         if "draws" not in chunk.tokens:
             return
         found = chunk.tokens["draws"]
+        self._ids.add(found)
         for name in FIELDS:
             self._sums[name] += found[name].sum(0, dtype=np.float64)
         self._sums["variance"] += (found["mass"] * (1.0 - found["mass"])).sum(0, dtype=np.float64)
         squares = found["score"][:, 0].astype(np.float64) ** 2
         self._squares, self._largest = self._squares + squares.sum(), max(self._largest, squares.max(initial=0.0))
+
+    def worst_id(self) -> OneId | None:
+        """The single id whose draws fit the logs worst."""
+        return self._ids.worst()
 
     def draws(self) -> dict[str, Outside] | None:
         """By set; None without a token that has other listed ids than its own."""

@@ -51,7 +51,7 @@ class Noise:
         p = np.exp(np.minimum(chunk.log_pi, 0.0))
         self.unsure: Flags = 1 - p > UNSURE
         """[N] tokens that count."""
-        self.eps: Floats = chunk.log_ratio / np.maximum(1 - p, UNSURE) * _temperatures(chunk)
+        self.eps: Floats = chunk.log_ratio / np.maximum(1 - p, UNSURE) * temperatures(chunk)
         """[N] noise of a logit that gives l, before the division by the temperature where that is known."""
         self.cell: Integers = _compared(chunk, p)
         """[N] tokens of one cell are compared with each other."""
@@ -120,7 +120,7 @@ class Noise:
         return Contrast(here / max(there, 1e-12), (here - there) / error if error else 0.0)
 
 
-def _temperatures(chunk: Chunk) -> Floats:
+def temperatures(chunk: Chunk) -> Floats:
     """[N] sampling temperature of each token; 1 where the dump does not say."""
     if "temperature" not in chunk.sequences:
         return np.ones(chunk.log_pi.size)
@@ -131,8 +131,8 @@ def _temperatures(chunk: Chunk) -> Floats:
 
 def _compared(chunk: Chunk, p: Floats) -> Integers:
     cell = np.digitize(p, EDGES)
-    temperatures = np.unique(_temperatures(chunk), return_inverse=True)[1].reshape(-1)
-    cell = cell + (EDGES.size + 1) * temperatures
+    divided = np.unique(temperatures(chunk), return_inverse=True)[1].reshape(-1)
+    cell = cell + (EDGES.size + 1) * divided
     if chunk.has("version") and chunk.has("trainer_version"):
         lags = np.unique(chunk.per_token("trainer_version") - chunk.per_token("version"), return_inverse=True)[1]
         cell = cell + (int(cell.max(initial=0)) + 1) * lags.reshape(-1)
