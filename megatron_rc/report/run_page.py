@@ -18,44 +18,22 @@ from megatron_rc.report.route_maps import heat_maps, measured_routes
 from megatron_rc.settings.changes import shown
 
 
-def write_report(
-    source: str | Path | Sequence[Mapping[str, Any]],
-    path: str | Path | None = None,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    fingerprint: Mapping[str, Any] | None = None,
-    title: str | None = None,
-) -> Path:
-    """Write the report of a run, whether or not it has finished; returns its path.
+def write_report(folder: str | Path) -> Path:
+    """Write report.html into the output folder of a run, whether or not it has finished; returns its path.
 
-    Args:
-        source: the output folder of a job, its metrics.jsonl, or records as `read_metrics` returns them.
-        path: the HTML file to write; None: report.html in the folder.
-        settings, fingerprint: shown as tables; None: settings.yaml and fingerprint.json of the folder, if there.
-        title: heading of the page; None: the name of the job.
+    Settings and fingerprint are shown as tables where settings.yaml and fingerprint.json are there.
 
-    Raises ValueError where there are no metrics, or neither ``source`` nor ``path`` says where to write.
+    Raises ValueError where there are no metrics.
     """
-    folder = None
-    if isinstance(source, str | Path):
-        folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        records: Sequence[Mapping[str, Any]] = read_metrics(source)
-    else:
-        records = source
+    folder = Path(folder)
+    records = read_metrics(folder)
     if not records:
-        raise ValueError(f"{str(source)!r} holds no finished step")
-    if path is None:
-        if folder is None:
-            raise ValueError("path must be given when source is a list of records")
-        path = folder / "report.html"
-    kept_settings, kept_fingerprint = load_context(folder) if folder else ({}, {})
-    settings = kept_settings if settings is None else settings
-    fingerprint = kept_fingerprint if fingerprint is None else fingerprint
-    name = title or str(settings.get("name") or (folder.resolve().name if folder else "run"))
-    changes = load_changes(folder) if folder else []
-    steps = next_steps(folder or Path(path).parent)
-    replace_text(Path(path), _page(name, records, settings, changes, fingerprint, steps))
-    return Path(path)
+        raise ValueError(f"{str(folder)!r} holds no finished step")
+    settings, fingerprint = load_context(folder)
+    name = str(settings.get("name") or folder.resolve().name)
+    path = folder / "report.html"
+    replace_text(path, _page(name, records, settings, load_changes(folder), fingerprint, next_steps(folder)))
+    return path
 
 
 def _page(

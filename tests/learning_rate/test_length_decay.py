@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from length_curves import algorithm_1, assert_every_state_resumes, jump, length_curves, rates
+from report_pages import write_all
 from story import story
 
 from megatron_rc import LengthDecayLR, SurgeDetector, learning_rate
@@ -157,7 +158,8 @@ def test_the_report_says_that_a_surge_came_inside_the_warm_up() -> None:
 
 
 def test_marks_stand_on_the_curves_of_length_and_learning_rate_at_their_steps(tmp_path: Path) -> None:
-    page = write_report(records(LengthDecayLR(1e-6), jump(50, 200)), tmp_path / "report.html").read_text()
+    write_all(tmp_path, records(LengthDecayLR(1e-6), jump(50, 200)))
+    page = write_report(tmp_path).read_text()
     charts = dict(re.findall(r'<svg class="chart"[^>]*aria-label="([^"]*)"[^>]*>(.*?)</svg>', page, re.DOTALL))
     assert sorted(charts) == ["Held-out accuracy", "Learning rate", "Learning-rate rule", "Response length"]
     assert 'class="mark"' not in charts.pop("Held-out accuracy") + charts.pop("Learning-rate rule")
