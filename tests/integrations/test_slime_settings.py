@@ -19,7 +19,7 @@ from hosts.slime.single import alone
 from megatron_rc import RolloutCorrection
 from megatron_rc.correction.settings import PRESETS
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.flag_rules import _WithDefaults
+from megatron_rc.integrations.flag_rules import WithDefaults
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS
 from megatron_rc.integrations.slime.settings import HOOKS, assignments, flag, names, read, recipe
@@ -231,7 +231,7 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
          "^--use-tis must be unset with enable, .*weight: {mode: clip, lower: 0.5, upper: 5.0} has the same ones$"),
         ("miles", {"correction": "icepop"}, {"use_tis": True}, "^--use-tis must be unset .*weight: {upper: 2.0} has"),
         ("slime", {"correction": "none"}, {"use_tis": True, "use_critic": True}, "^--use-tis must be unset with"),
-        ("miles", {}, {"rollout_top_p": 0.9}, "^--rollout-top-p must be 1 on miles, which records no kept ids, got"),
+        ("miles", {}, {"rollout_top_p": 0.9}, "^--rollout-top-p=0.9 draws from a part"),
         ("slime", {}, {"loss_type": "sft_loss"}, "^--loss-type must be policy_loss with enable, got sft_loss"),
         ("slime", {}, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be unset with enable unless"),
         ("slime", {"correction": {"old": "current"}}, {"loss_type": "sft_loss"}, "^--loss-type must be unset with"),
@@ -239,7 +239,7 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
         ("miles", {"correction": "token-tis", "lr_rule": "mismatch"}, {}, "^signal of lr_rule must be 'length'"),
         ("miles", {"lr_rule": "length_decay"}, {**MILES, "skip_actor_forward_only": True},
          "^--skip-actor-forward-only must be"),
-        ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
+        ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k=20 draws from a part"),
         ("slime", {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
         ("slime", {"routes": True}, {}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
         ("miles", {"routes": True, "correction": {"old": "current"}}, {"use_rollout_routing_replay": True},
@@ -255,7 +255,7 @@ def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
         slime.enable(args)
     if host:
         args = command_line(key, **changes)
-        found = _WithDefaults(args, DEFAULTS)
+        found = WithDefaults(args, DEFAULTS)
         problems = [rule.mistake(found) for rule in HOSTS[host].flag_rules if rule.severity == "error"]
         assert any(problem and str(refusal.value).startswith(problem) for problem in problems), problems
 
@@ -264,7 +264,7 @@ def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
     for key in ({"correction": "token-tis", "lr_rule": "mismatch"}, {"correction": BATCH}, {"correction": "token-mis"}):
         args = command_line(key)
         assert names(args, "enable") and flag("enable").endswith(PATH + "enable")
-        found = _WithDefaults(args, DEFAULTS)
+        found = WithDefaults(args, DEFAULTS)
         assert [rule.name for rule in HOSTS["slime"].flag_rules if rule.wrong(found)] == []
 
 

@@ -5,16 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import (
-    MEGATRON_DEFAULTS,
-    ROUTER_FUSION,
-    FlagRule,
-    refuse,
-    refused,
-    uncorrected_rules,
-)
-from megatron_rc.integrations.hf_checkpoint import read_checkpoint
-from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, Facts, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule, refuse, refused
+from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, MILES_TOP_P, TOP_K, Given
 from megatron_rc.integrations.slime.settings import (
     HOOKS,
     KEY,
@@ -61,9 +55,18 @@ def _corrects(args: Any) -> bool:
     return ours and not refused(read, args) and read(args).correction.acts
 
 
-def _is_quantized(args: Any) -> bool:
-    fp8_cache = str(args.sglang_kv_cache_dtype).startswith("fp8")
-    return bool(args.sglang_quantization) or fp8_cache or read_checkpoint(args.hf_checkpoint).is_quantized
+def _quantized(args: Any) -> str:
+    if args.sglang_quantization:
+        return f"--sglang-quantization={args.sglang_quantization}"
+    if str(args.sglang_kv_cache_dtype).startswith("fp8"):
+        return f"--sglang-kv-cache-dtype={args.sglang_kv_cache_dtype}"
+    return f"--hf-checkpoint={args.hf_checkpoint}" if quantized(args.hf_checkpoint) else ""
+
+
+def _experts(args: Any) -> Checkpoint | None:
+    if args.num_experts is not None:
+        return Checkpoint("the model", False, True, "--num-experts")
+    return with_experts(args.hf_checkpoint)
 
 
 def _is_async(args: Any) -> bool:
@@ -71,25 +74,22 @@ def _is_async(args: Any) -> bool:
     return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
 
 
+FACTS = Facts(
+    temperature=stated_by("--rollout-temperature"),
+    quantized=Fact(_quantized),
+    stale=Fact(_is_async),
+    bounded=Fact(_corrects, fix=f"Add --use-tis, or {flag('enable')} with a correction."),
+    experts=Fact(_experts),
+    routes_replayed=stated_by("--use-rollout-routing-replay", "Add --use-rollout-routing-replay."),
+    fused_router=stated_by("--moe-router-fusion"),
+    replays=Fact(lambda args: args.use_routing_replay or args.use_rollout_routing_replay),
+)
 OWN_RULES = (
-    *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
-    FlagRule("moe-replay",
-        lambda args: (args.num_experts is not None or read_checkpoint(args.hf_checkpoint).is_moe)
-        and not args.use_rollout_routing_replay,
-        "the model is a mixture of experts, and trainer and engine choose experts by themselves",
-        "Add --use-rollout-routing-replay.", good="routes are replayed, or nothing says that the model has experts",
-        severity="warning"),
-    FlagRule("router-fusion",
-        lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
-        ROUTER_FUSION.problem, ROUTER_FUSION.fix),
+    *rules_of(FACTS),
     FlagRule("ratio-counted-twice",
         lambda args: args.use_rollout_logprobs and args.use_tis,
         "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
         "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once"),
-    FlagRule("temperature", lambda args: args.rollout_temperature <= 0,
-        "a greedy sampler has no log-prob that the trainer's could be compared with",
-        "Set --rollout-temperature above 0.", good="the trainer divides its logits by the sampler's temperature"),
-    TOP_K,
     FlagRule("tis-function",
         lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
         "it is never called, so nothing is corrected", "Add --use-tis.", good="it is called, or none is given"),
@@ -155,15 +155,12 @@ _KEY_WITHOUT_HOOK = FlagRule("key-without-hook",
     f"the YAML file of --custom-config-path has the key {KEY}, and no hook that reads it is named, so nothing is "
     "corrected",
     f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given")  # fmt: skip
-SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
+SLIME_RULES = (*OWN_RULES, TOP_K, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
 
-MILES_TOP_P = FlagRule("top-p-top-k", lambda args: args.rollout_top_p != 1,
-    "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
-    "Drop --rollout-top-p.")  # fmt: skip
 MILES_ROLLOUT_DATA = FlagRule("rollout-data-on-miles", lambda args: names(args, "rollout_data"),
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
     "Use the hooks tis, loss or pg_loss_reducer.", good="--rollout-data-postprocess-path is unset")  # fmt: skip
-MILES_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_TOP_P, MILES_ROLLOUT_DATA)
+MILES_RULES = (*OWN_RULES, MILES_TOP_P, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_ROLLOUT_DATA)
 
 
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
+from megatron_rc.integrations.facts import Facts, narrowed_by, rules_of
 from megatron_rc.integrations.flag_rules import FlagRule, refuse_correction, refused
 from megatron_rc.integrations.slime.settings import (
     ROUTE_SHIFT,
@@ -64,10 +65,9 @@ def _leaves_log_probs_out(args: Any) -> bool:
     return _steps_per_rollout(args) == 1 and reused and not any(needs_them)
 
 
-TOP_K = FlagRule("top-p-top-k", lambda args: args.rollout_top_k not in (None, -1, 0),
-    "--rollout-top-k must be -1, got {args.rollout_top_k}: no kept ids are recorded for it, so pi and mu would be "
-    "normalised over different sets",
-    "Drop --rollout-top-k.", good="sampler and trainer have log-probs over the same ids")  # fmt: skip
+(TOP_K,) = rules_of(Facts(narrowed=narrowed_by("--rollout-top-k")))
+(MILES_TOP_P,) = rules_of(Facts(narrowed=narrowed_by("--rollout-top-p", "--rollout-top-k")))
+"""miles records no kept ids for top-p either."""
 _ALWAYS = (
     FlagRule("hook-train-backend", lambda args: args.train_backend != "megatron",
         "--train-backend must be megatron, got {args.train_backend}", "Set --train-backend megatron."),

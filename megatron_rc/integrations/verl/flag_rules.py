@@ -1,11 +1,13 @@
 """Overrides of verl that are wrong or widen the gap, for doctor; `refusals` has those that a patched run refuses."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.flag_rules import FlagRule, refused, uncorrected_rules
-from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
+from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule, refused
+from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
 from megatron_rc.integrations.verl.refusals import (
     ACTOR,
     CORRECTION,
@@ -15,7 +17,7 @@ from megatron_rc.integrations.verl.refusals import (
     PADDING,
     ROLLOUT,
     SAMPLING,
-    SAMPLING_RULES,
+    SAMPLING_FACTS,
     STRATEGY,
     refuse_values,
 )
@@ -99,24 +101,36 @@ def _is_async(args: Any) -> bool:
     return _is_async_program(args) or (args["trainer.use_v1"] and args["trainer.v1.trainer_mode"] != "sync")
 
 
-def _is_quantized(args: Any) -> bool:
-    formats = [args[f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"] for engine in _ENGINES]
-    cache = any(str(each).startswith(("fp8", "fp4", "int8")) for each in formats)
-    return cache or any(args[path] for path in _QUANTIZED)
+def _quantized(args: Any) -> str:
+    for engine in _ENGINES:
+        cache = f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"
+        if str(args[cache]).startswith(("fp8", "fp4", "int8")):
+            return f"{cache}={args[cache]}"
+    return next((f"{path}={args[path]}" for path in _QUANTIZED if args[path]), "")
 
 
 def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[STRATEGY]) or "megatron" in args.program
 
 
+FACTS = replace(
+    SAMPLING_FACTS,
+    rollout_logprobs=stated_by(f"{ROLLOUT}.calculate_log_probs", f"Set {ROLLOUT}.calculate_log_probs=True."),
+    corrected=Fact(_corrects),
+    quantized=Fact(_quantized),
+    stale=Fact(_is_async),
+    bounded=Fact(
+        lambda args: _corrects(args) or _is_bypass(args),
+        fix=f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'.",
+    ),
+    quantized_checkpoint=Fact(lambda args: quantized(args[_MODEL]), f"{ROLLOUT}.quantization=fp8"),
+    experts=Fact(lambda args: with_experts(args[_MODEL])),
+    routes_replayed=Fact(
+        lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled", f"{_REPLAY}=R3 {_RETURNS_ROUTES}=True"
+    ),
+)
 RULES = (
-    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"] and _corrects(args),
-        "the engine returns no log-probs, so the correction cannot act",
-        f"Set {ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
-    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"],
-        "the engine returns no log-probs, so the gap is neither measured nor corrected",
-        f"Set {ROLLOUT}.calculate_log_probs=True.", severity="note"),
-    *SAMPLING_RULES,
+    *rules_of(FACTS),
     FlagRule("correction-section", lambda args: args[CORRECTION] is None,
         f"{CORRECTION}=null: verl then never calls a correction, nor measures the gap",
         f"Leave {CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
@@ -162,12 +176,6 @@ RULES = (
         "trainer.use_v1=False divides by the kept tokens alone, so the step grows by 1 / (1 - rejected)",
         f"Set trainer.use_v1=True, or correct with {VARIABLE}, whose denominator counts rejected tokens.",
         good="rejected tokens stay in the denominator, or none are rejected", severity="warning"),
-    *uncorrected_rules(_is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
-        f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'."),
-    *checkpoint_rules(_MODEL,
-        quantize=f"quantise rollouts with {ROLLOUT}.quantization=fp8",
-        replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
-        replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True."),
     FlagRule("two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
         f"Set {VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {LOSS}=megatron_rc.",

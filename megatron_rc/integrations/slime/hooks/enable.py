@@ -5,10 +5,11 @@ import sys
 from argparse import Namespace
 
 from megatron_rc.collectives import is_first_process
-from megatron_rc.integrations.flag_rules import MEGATRON_RULES, refuse
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, OWN_RULES, dumps_train_data, settings_for
+from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import refuse
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, OWN_RULES, dumps_train_data, settings_for
 from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
-from megatron_rc.integrations.slime.refusals import HOOK_RULES
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, MILES_TOP_P, TOP_K
 from megatron_rc.integrations.slime.settings import FAMILY, MILES, assignments, names, read
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +50,6 @@ def check(args: Namespace) -> None:
             settings_for(hook, args)
     if read(args).lr_rule is not None:
         remember_loaded_states()
-    refuse((*MEGATRON_RULES, *OWN_RULES), args, DEFAULTS)
+    refuse((*MEGATRON_RULES, *OWN_RULES, TOP_K), args, DEFAULTS)
     if dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
         args.use_rollout_entropy = True

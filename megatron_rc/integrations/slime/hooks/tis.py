@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.integrations.flag_rules import refuse
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, settings_for
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
+from megatron_rc.integrations.slime.refusals import MILES_TOP_P
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
