@@ -1,11 +1,11 @@
 """Facts about a run that each host states in its own settings, and the rules about them that several hosts share.
 
-A host fills `Facts` with those that it has. `rules_of` makes its rules, so that doctor and a patch judge one mistake in
-one way, whatever the host calls the setting. Rules that one host alone has are beside its facts.
+A host has those of `KNOWN` that its settings state. `rules_of` makes its rules, so that doctor and a patch judge one
+mistake in one way, whatever the host calls the setting. Rules that one host alone has are beside its facts.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_rc.integrations.flag_rules import FlagRule
@@ -33,7 +33,7 @@ def value_of(args: Any, setting: str) -> Any:
 
 
 def narrowed_by(*settings: str, fix: str = "") -> Fact:
-    """The fact `Facts.narrowed` of a host's top-p and top-k, or of that one whose kept ids the trainer does not get."""
+    """The fact "narrowed" of a host's top-p and top-k, or of that one whose kept ids the trainer does not get."""
 
     def read(args: Any) -> str:
         for setting in settings:
@@ -46,42 +46,26 @@ def narrowed_by(*settings: str, fix: str = "") -> Fact:
     return Fact(read, whole, fix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Those of one host; None: it does not have this one, or its own rules judge it."""
-
-    temperature: Fact | None = None
-    """The sampler's temperature."""
-    logprobs_mode: Fact | None = None
-    """processed_logprobs, or what else the sampler returns; False where that is as good."""
-    narrowed: Fact | None = None
-    """The setting by which tokens come from a part of the vocabulary that the trainer does not know; or ""."""
-    rollout_logprobs: Fact | None = None
-    """Whether the sampler's log-probs reach the trainer."""
-    corrected: Fact | None = None
-    """Whether a correction needs them."""
-    own_correction: Fact | None = None
-    """The setting by which the host corrects the same gap beside a patch; or None."""
-    quantized: Fact | None = None
-    """The setting that quantises rollouts; or None."""
-    stale: Fact | None = None
-    """Whether older weights sample rollouts."""
-    bounded: Fact | None = None
-    """Whether something bounds pi / mu, or the gap is to be seen without it."""
-    quantized_checkpoint: Fact | None = None
-    """The Checkpoint that engine and trainer read, where it is quantised; or None."""
-    experts: Fact | None = None
-    """The Checkpoint, where it is a mixture of experts; or None."""
-    routes_replayed: Fact | None = None
-    """Whether the trainer takes the sampler's routes, or has no way to."""
-    routers: Fact | None = None
-    """Whether the trainer is known to have routers."""
-    router_dtype: Fact | None = None
-    """The precision of their logits; "none" is the model's."""
-    fused_router: Fact | None = None
-    """Whether a fused kernel chooses experts."""
-    replays: Fact | None = None
-    """Whether any routes are replayed, those of the trainer's own earlier pass too."""
+Facts = Mapping[str, Fact]
+KNOWN = {
+    "temperature": "the sampler's temperature",
+    "logprobs_mode": "processed_logprobs, or what else the sampler returns; False where that is as good",
+    "narrowed": "the setting by which tokens come from a part of the vocabulary that the trainer does not know",
+    "rollout_logprobs": "whether the sampler's log-probs reach the trainer",
+    "corrected": "whether a correction needs them",
+    "own_correction": "the setting by which the host corrects the same gap beside a patch",
+    "quantized": "the setting that quantises rollouts",
+    "stale": "whether older weights sample rollouts",
+    "bounded": "whether something bounds pi / mu, or the gap is to be seen without it",
+    "quantized_checkpoint": "the Checkpoint that engine and trainer read, where it is quantised",
+    "experts": "the Checkpoint, where it is a mixture of experts",
+    "routes_replayed": "whether the trainer takes the sampler's routes, or has no way to",
+    "routers": "whether the trainer is known to have routers",
+    "router_dtype": "the precision of their logits; none: the model's",
+    "fused_router": "whether a fused kernel chooses experts",
+    "replays": "whether any routes are replayed, those of the trainer's own earlier pass too",
+}
+"""What a host may state, by name: it leaves out what it does not have, or what its own rules judge."""
 
 
 class Run:
@@ -91,7 +75,7 @@ class Run:
         self._facts, self._args = facts, args
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._facts, name).read(self._args)
+        return self._facts[name].read(self._args)
 
 
 class _SharedRule(NamedTuple):
@@ -152,12 +136,11 @@ RULES = (
 
 def rules_of(facts: Facts) -> tuple[FlagRule, ...]:
     """The shared rules about the facts that a host has, in the order of `RULES`."""
-    had = {name for name, fact in vars(facts).items() if fact is not None}
-    return tuple(_bound(each, facts) for each in RULES if had.issuperset(each.needs))
+    assert facts.keys() <= KNOWN.keys()
+    return tuple(_bound(each.rule, facts, facts[each.needs[0]]) for each in RULES if facts.keys() >= {*each.needs})
 
 
-def _bound(shared: _SharedRule, facts: Facts) -> FlagRule:
-    rule, fact = shared.rule, getattr(facts, shared.needs[0])
+def _bound(rule: FlagRule, facts: Facts, fact: Fact) -> FlagRule:
     problem, fix = (text.replace("{setting}", fact.setting) for text in (rule.problem, fact.fix or rule.fix))
     return replace(rule, wrong=lambda args: rule.wrong(Run(facts, args)), problem=problem, fix=fix)
 
@@ -188,12 +171,12 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
 }
 """Megatron's own arguments that rules read."""
 
-MEGATRON_FACTS = Facts(
-    routers=Fact(lambda args: args.num_experts is not None),
-    router_dtype=stated_by("--moe-router-dtype"),
-    fused_router=stated_by("--moe-router-fusion"),
-    replays=stated_by("--moe-enable-routing-replay"),
-)
+MEGATRON_FACTS = {
+    "routers": Fact(lambda args: args.num_experts is not None),
+    "router_dtype": stated_by("--moe-router-dtype"),
+    "fused_router": stated_by("--moe-router-fusion"),
+    "replays": stated_by("--moe-enable-routing-replay"),
+}
 MEGATRON_RULES = (
     *rules_of(MEGATRON_FACTS),
     FlagRule("replay-and-recompute",

@@ -2,15 +2,14 @@
 
 import os
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from flag_traps import traps
+from hosts.slime.host import inside
 
 from megatron_rc import RolloutCorrection, schema
 from megatron_rc.doctor.host.environment import flag_checks
@@ -113,7 +112,7 @@ def enabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
 
     def enable(host: str, flags: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, f"{host}.backends.megatron_utils.initialize", ModuleType(host))
+            inside(host, patch)
             given = arguments(host, with_key(tmp_path, f"{ENABLE} {flags}", {}))
             # what the host has parsed; megatron_rc reads nothing else
             slime.enable(Namespace(megatron_rc={}, **{name: getattr(given, name) for name in DEFAULTS}))

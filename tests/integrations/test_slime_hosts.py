@@ -6,13 +6,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 from hosts.slime import sources
-from hosts.slime.host import arguments, hooks, naming
+from hosts.slime.host import arguments, hooks, inside, naming
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
@@ -127,10 +126,6 @@ def test_the_paths_load_as_the_hosts_load_them() -> None:
         module, _, name = path.rpartition(".")
         assert getattr(__import__(module, fromlist=[name]), name) is function
     assert all(names(Namespace(**naming(hook)), hook) for hook in HOOKS)
-
-
-def inside(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, f"{host}.backends.megatron_utils.initialize", ModuleType(host))
 
 
 def test_the_recipe_of_the_docs_is_enabled_and_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,15 @@
 
 import dataclasses
 import re
-import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 from hosts.slime import sources
 from hosts.slime.host import MILES as MILES_FLAGS
-from hosts.slime.host import arguments, naming
+from hosts.slime.host import arguments, inside, naming
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.correction.settings import PRESETS
@@ -125,14 +123,6 @@ def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused(monk
             recipe(dataclasses.replace(token_tis, old=old), rule, host=host)
     with pytest.raises(ValueError, match="lr_rule must be settings, .* which go into a YAML file, got Mis"):
         recipe(token_tis, rule.build(1.0), host=SLIME)
-
-
-def inside(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("slime", "miles"):
-        monkeypatch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
-    if host:
-        name = f"{host}.backends.megatron_utils.initialize"
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 
 def command_line(key: Any, **changes: Any) -> Namespace:

@@ -4,16 +4,8 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.integrations.facts import (
-    MEGATRON_DEFAULTS,
-    MEGATRON_RULES,
-    Fact,
-    Facts,
-    captures_iteration,
-    narrowed_by,
-    rules_of,
-    stated_by,
-)
+from megatron_rc.integrations import facts
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES, Fact, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule, refuse
 
 DEFAULTS: dict[str, Any] = {
@@ -33,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
 """Arguments that the rules read, with the host's own defaults."""
 
 _RUN_PATCHED = "run the script through `megatron-rc patch --rc-preset NAME`"
+_GIVEN = "--rl-inference-logprobs-is-correction"
 _MODE, _BOUND = "--inference-dynamic-batching-logprobs-mode", "--rl-importance-sampling-truncation-coef"
 
 
@@ -41,24 +34,24 @@ def _truncation(args: Any) -> str:
     return "" if bound is None else f"{_BOUND} {bound:g}"
 
 
-FACTS = Facts(
-    temperature=stated_by("--rl-default-temperature"),
+FACTS = {
+    "temperature": stated_by("--rl-default-temperature"),
     # get_logprobs of a run that is not patched is at temperature 1, as raw log-probs are
-    logprobs_mode=Fact(lambda args: args.patched and args.inference_dynamic_batching_logprobs_mode, _MODE),
-    narrowed=narrowed_by(
+    "logprobs_mode": Fact(lambda args: args.patched and args.inference_dynamic_batching_logprobs_mode, _MODE),
+    "narrowed": facts.narrowed_by(
         "--rl-default-top-p", "--rl-default-top-k", fix="Drop --rl-default-top-p and --rl-default-top-k."
     ),
-    rollout_logprobs=stated_by("--rl-inference-logprobs-is-correction", "Add --rl-inference-logprobs-is-correction."),
-    corrected=Fact(lambda args: args.patched),
-    own_correction=Fact(_truncation, _BOUND),
-)
+    "rollout_logprobs": stated_by(_GIVEN, f"Add {_GIVEN}."),
+    "corrected": Fact(lambda args: args.patched),
+    "own_correction": Fact(_truncation, _BOUND),
+}
 SAMPLES_ROLLOUTS = FlagRule(
     "rl-step", lambda args: not args.perform_rl_step, "without --perform-rl-step no rollout is sampled",
     "Add --perform-rl-step.", good="rollouts are sampled",
 )  # fmt: skip
 RULES = (
     SAMPLES_ROLLOUTS,
-    *rules_of(FACTS),
+    *facts.rules_of(FACTS),
     FlagRule("temperature", lambda args: not args.patched and args.rl_default_temperature != 1,
         "tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs computes log-probs at "
         "temperature 1",
@@ -84,7 +77,7 @@ RULES = (
         "bit and gathers the whole vocabulary on each tensor-parallel rank",
         "Drop --batch-invariant-mode if the memory of the gathered logits is too much.",
         severity="note"),
-    FlagRule("captured-denominator", lambda args: args.patched and captures_iteration(args),
+    FlagRule("captured-denominator", lambda args: args.patched and facts.captures_iteration(args),
         "a captured iteration keeps the denominator of its first batch", "Drop --cuda-graph-impl full_iteration.",
         good="no captured iteration keeps its denominator"),
     FlagRule("replayed-routes", lambda args: args.moe_enable_routing_replay,

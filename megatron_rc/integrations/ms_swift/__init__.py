@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, Facts, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.versions import MS_SWIFT, stated_version
@@ -22,13 +22,13 @@ OURS = f"{__name__}.hooks"
 TRAINER = "swift.megatron.trainers.grpo_trainer"
 MODE = "rollout_importance_sampling_mode"
 
-FACTS = Facts(
-    temperature=stated_by("--temperature"),
-    narrowed=narrowed_by("--top_p", "--top_k"),
-    own_correction=Fact(
+FACTS = {
+    "temperature": stated_by("--temperature"),
+    "narrowed": narrowed_by("--top_p", "--top_k"),
+    "own_correction": Fact(
         lambda args: args.patched and (mode := getattr(args, MODE)) and f"--{MODE} {mode}", f"--{MODE}"
     ),
-)
+}
 RULES = (
     # examples of the host sample so, and have run
     *(replace(rule, severity="warning") if rule.name == "top-p-top-k" else rule for rule in rules_of(FACTS)),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_rc.integrations.facts import Fact, Facts, rules_of, stated_by
+from megatron_rc.integrations.facts import Fact, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
 
@@ -43,20 +43,20 @@ def _own_correction(args: Any) -> str:
     return _CORRECTION if args.patched and args[_CORRECTION] and not demanded else ""
 
 
-FACTS = Facts(
-    temperature=stated_by(f"{_GENERATION}.temperature"),
-    logprobs_mode=stated_by(f"{_VLLM}.logprobs_mode"),
-    own_correction=Fact(_own_correction, fix=f"Set {_TRUNCATION}=null and {_CORRECTION}=false."),
-    quantized=Fact(_quantized),
-    stale=stated_by(_ASYNC),
-    bounded=Fact(lambda args: args.patched or (args[_CORRECTION] and args[_TRUNCATION] is not None), fix=_BOUND),
-    quantized_checkpoint=Fact(lambda args: quantized(args[_MODEL]), f"{_VLLM}.precision=fp8"),
-    experts=Fact(lambda args: with_experts(args[_MODEL])),
+FACTS = {
+    "temperature": stated_by(f"{_GENERATION}.temperature"),
+    "logprobs_mode": stated_by(f"{_VLLM}.logprobs_mode"),
+    "own_correction": Fact(_own_correction, fix=f"Set {_TRUNCATION}=null and {_CORRECTION}=false."),
+    "quantized": Fact(_quantized),
+    "stale": stated_by(_ASYNC),
+    "bounded": Fact(lambda args: args.patched or (args[_CORRECTION] and args[_TRUNCATION] is not None), fix=_BOUND),
+    "quantized_checkpoint": Fact(lambda args: quantized(args[_MODEL]), f"{_VLLM}.precision=fp8"),
+    "experts": Fact(lambda args: with_experts(args[_MODEL])),
     # no other backend of the host can replay
-    routes_replayed=Fact(lambda args: args[_REPLAY] or not args[_MCORE], fix=f"Set {_REPLAY}=true, with vLLM."),
-    routers=Fact(lambda args: with_experts(args[_MODEL]) and args[_MCORE]),
-    router_dtype=stated_by("policy.megatron_cfg.moe_router_dtype"),
-)
+    "routes_replayed": Fact(lambda args: args[_REPLAY] or not args[_MCORE], fix=f"Set {_REPLAY}=true, with vLLM."),
+    "routers": Fact(lambda args: with_experts(args[_MODEL]) and args[_MCORE]),
+    "router_dtype": stated_by("policy.megatron_cfg.moe_router_dtype"),
+}
 DATA_PLANE = FlagRule("data-plane", lambda args: args.patched and args["data_plane.enabled"],
     "with the data plane no rollout is on the process that runs the script, where it is corrected",
     "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script")  # fmt: skip

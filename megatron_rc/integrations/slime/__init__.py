@@ -14,16 +14,21 @@ docs/hosts/slime.md has the recipe. Hooks are imported when the host loads them:
 torch.
 """
 
+import logging
+import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron_rc.integrations.slime.chosen_hooks import recipe
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, rules_for
-from megatron_rc.integrations.slime.settings import SLIME
+from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import WithDefaults, refuse
+from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
+from megatron_rc.integrations.slime.settings import FAMILY, SLIME, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
 __all__ = ["HOST", "enable"]
+_logger = logging.getLogger(__name__)
 
 _DIFFERENCES = (
     "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its sequence; "
@@ -91,6 +96,20 @@ def enable(args: Namespace) -> None:
     Raises:
         ValueError: one sentence that names the flag or field to change.
     """
-    from megatron_rc.integrations.slime.hooks.enable import enabled
+    from megatron_rc.collectives import is_first_process
+    from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 
-    enabled(args)
+    # the host whose process this is has loaded the module which calls this hook
+    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
+    if len(loaded) != 1:
+        raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
+    complete = WithDefaults(args, DEFAULTS)
+    values = assignments(complete, loaded[0])
+    vars(args).update(values)
+    refuse((*MEGATRON_RULES, *own_rules(loaded[0])), args, DEFAULTS)
+    if read(args).lr_rule is not None:
+        remember_loaded_states()
+    if dumps_train_data(complete) and complete.rollout_top_p == 1:
+        args.use_rollout_entropy = True
+    if is_first_process():
+        _logger.info("megatron_rc: %s", ", ".join(f"{name}={value}" for name, value in sorted(values.items())))

@@ -1,9 +1,8 @@
 """Flags of slime and miles that are wrong: those that `enable` refuses, and those that doctor warns about."""
 
-from dataclasses import replace
 from typing import Any
 
-from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, Facts, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule, refused
 from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
 from megatron_rc.integrations.slime.chosen_hooks import assignments
@@ -16,14 +15,13 @@ DEFAULTS: dict[str, Any] = {
     ),
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
     **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
-    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor", "use_opd"), False),
+    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor"), False),
     **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization"), None),
     **{"recompute_loss_function": False, "no_save_optim": False, "moe_expert_capacity_factor": None},
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
-    **{"kl_coef": 0.0, "sglang_kv_cache_dtype": "auto"},
-    **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
+    **{"sglang_kv_cache_dtype": "auto", "rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
     **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
 }
 """Arguments that the rules read, with the hosts' own defaults."""
@@ -60,16 +58,16 @@ def _is_async(args: Any) -> bool:
     return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
 
 
-FACTS = Facts(
-    temperature=stated_by("--rollout-temperature"),
-    quantized=Fact(_quantized),
-    stale=Fact(_is_async),
-    bounded=Fact(_corrects, fix=f"Add --use-tis, or {ENABLE} with a correction."),
-    experts=Fact(_experts),
-    routes_replayed=stated_by("--use-rollout-routing-replay", "Add --use-rollout-routing-replay."),
-    fused_router=stated_by("--moe-router-fusion"),
-    replays=Fact(lambda args: args.use_routing_replay or args.use_rollout_routing_replay),
-)
+FACTS = {
+    "temperature": stated_by("--rollout-temperature"),
+    "quantized": Fact(_quantized),
+    "stale": Fact(_is_async),
+    "bounded": Fact(_corrects, fix=f"Add --use-tis, or {ENABLE} with a correction."),
+    "experts": Fact(_experts),
+    "routes_replayed": stated_by("--use-rollout-routing-replay", "Add --use-rollout-routing-replay."),
+    "fused_router": stated_by("--moe-router-fusion"),
+    "replays": Fact(lambda args: args.use_routing_replay or args.use_rollout_routing_replay),
+}
 _RULES = (
     FlagRule("ratio-counted-twice",
         lambda args: args.use_rollout_logprobs and args.use_tis,
@@ -106,7 +104,7 @@ _RULES = (
 
 def own_rules(host: Member) -> tuple[FlagRule, ...]:
     """Mistakes in the flags of a host."""
-    return (*rules_of(replace(FACTS, narrowed=narrowed_by(*host.not_recorded))), *_RULES)
+    return (*rules_of({**FACTS, "narrowed": narrowed_by(*host.not_recorded)}), *_RULES)
 
 
 def rules_for(host: Member) -> tuple[FlagRule, ...]:

@@ -1,7 +1,6 @@
 """Overrides of verl that are wrong or widen the gap, for doctor; `refusals` has those that a patched run refuses."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
 from megatron_rc import schema
@@ -113,22 +112,22 @@ def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[STRATEGY]) or "megatron" in args.program
 
 
-FACTS = replace(
-    SAMPLING_FACTS,
-    rollout_logprobs=stated_by(f"{ROLLOUT}.calculate_log_probs", f"Set {ROLLOUT}.calculate_log_probs=True."),
-    corrected=Fact(_corrects),
-    quantized=Fact(_quantized),
-    stale=Fact(_is_async),
-    bounded=Fact(
+FACTS = {
+    **SAMPLING_FACTS,
+    "rollout_logprobs": stated_by(f"{ROLLOUT}.calculate_log_probs", f"Set {ROLLOUT}.calculate_log_probs=True."),
+    "corrected": Fact(_corrects),
+    "quantized": Fact(_quantized),
+    "stale": Fact(_is_async),
+    "bounded": Fact(
         lambda args: _corrects(args) or _is_bypass(args),
         fix=f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'.",
     ),
-    quantized_checkpoint=Fact(lambda args: quantized(args[_MODEL]), f"{ROLLOUT}.quantization=fp8"),
-    experts=Fact(lambda args: with_experts(args[_MODEL])),
-    routes_replayed=Fact(
+    "quantized_checkpoint": Fact(lambda args: quantized(args[_MODEL]), f"{ROLLOUT}.quantization=fp8"),
+    "experts": Fact(lambda args: with_experts(args[_MODEL])),
+    "routes_replayed": Fact(
         lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled", f"{_REPLAY}=R3 {_RETURNS_ROUTES}=True"
     ),
-)
+}
 RULES = (
     *rules_of(FACTS),
     FlagRule("correction-section", lambda args: args[CORRECTION] is None,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.facts import Facts, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.facts import narrowed_by, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import refuse_by_path, value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
@@ -27,11 +27,11 @@ SAMPLING: dict[str, Any] = {
 }
 """What the rules read, with verl's defaults."""
 
-SAMPLING_FACTS = Facts(
-    temperature=stated_by(f"{ROLLOUT}.temperature"),
-    logprobs_mode=stated_by(f"{ROLLOUT}.logprobs_mode"),
-    narrowed=narrowed_by(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
-)
+SAMPLING_FACTS = {
+    "temperature": stated_by(f"{ROLLOUT}.temperature"),
+    "logprobs_mode": stated_by(f"{ROLLOUT}.logprobs_mode"),
+    "narrowed": narrowed_by(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
+}
 """What makes log mu another quantity than log pi; a patched run with a correction refuses it."""
 
 

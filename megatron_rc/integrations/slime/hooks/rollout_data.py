@@ -63,8 +63,9 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
         corrected = correct_tokens(tokens, settings.correction, advantages, shift.route_shift)
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
-    share = settings.max_nonfinite_share
-    corrected.metrics.check(0.01 if share is None else share, settings.correction.max_k3)
+    given = settings.max_nonfinite_share
+    limit = {} if given is None else {"max_nonfinite_share": given}
+    corrected.metrics.check(**limit, max_k3=settings.correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))

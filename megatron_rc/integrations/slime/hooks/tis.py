@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import names, read
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
 
 Reduce = Callable[[Tensor], Tensor]
@@ -56,7 +57,9 @@ def tis(
     # rollout_data has put the weights into the advantages; with a critic the user sets --use-tis all the same
     weigh = args.use_tis and not names(args, "rollout_data")
     tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
-    correction = settings.correction if weigh else measuring(settings.correction)
+    correction = settings.correction
+    if not weigh:
+        correction = replace(correction, weight=None, reject=(), normalize="none")
     routes = settings.routes and not names(args, "rollout_data")
     corrected, metrics = correct_micro_batch(correction, tokens, routes=routes)
     if weigh:

@@ -3,11 +3,12 @@
 Written from the layouts alone, by enumerating which rank holds which position of a sequence.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,14 @@ def arguments(**changes: Any) -> Namespace:
         "megatron_rc": {},
     }
     return Namespace(**{**values, **changes})
+
+
+def inside(host: str, patch: Any) -> None:
+    """As in a process of this host, or of none (""); ``patch`` is pytest's monkeypatch."""
+    for other in ("slime", "miles"):
+        patch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
+    if host:
+        patch.setitem(sys.modules, f"{host}.backends.megatron_utils.initialize", ModuleType(host))
 
 
 def naming(*named: str) -> dict[str, str]:
