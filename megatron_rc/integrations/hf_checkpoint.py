@@ -1,13 +1,11 @@
-"""Whether a Hugging Face checkpoint is quantised or has experts, by its config.json or its name, and rules about it."""
+"""Whether a Hugging Face checkpoint is quantised or has experts, by its config.json or its name."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from megatron_rc.integrations.flag_rules import FlagRule
 
 _NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _QUANTIZED_NAMES = ("fp8", "fp4", "int4", "awq", "gptq")
@@ -23,6 +21,7 @@ _MOE_NAMES = re.compile(
 class Checkpoint(NamedTuple):
     """Two facts about a checkpoint."""
 
+    name: str
     is_quantized: bool
     is_moe: bool
     evidence: str
@@ -36,11 +35,11 @@ def read_checkpoint(path: object) -> Checkpoint:
     if config is None:
         # the folder may be a variable of the shell, whose name says nothing
         lower = name.rstrip("/").rpartition("/")[2].lower() if "$" in name else name.lower()
-        return Checkpoint(any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
+        return Checkpoint(name, any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
     sections = list(_sections(config))
     experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]
     is_quantized = any(section.get("quantization_config") for section in sections)
-    return Checkpoint(is_quantized, max(experts, default=0) > 1, "config.json")
+    return Checkpoint(name, is_quantized, max(experts, default=0) > 1, "config.json")
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -67,29 +66,13 @@ def _config_of(name: str) -> dict[str, Any] | None:
     return None
 
 
-def checkpoint_rules(
-    model: str, *, quantize: str, replays: Callable[[Any], bool], replay: str
-) -> tuple[FlagRule, FlagRule]:
-    """The rules "quantized-checkpoint" and "moe-replay" of a host whose trainer and engine read one checkpoint.
+def quantized(path: object) -> Checkpoint | None:
+    """The checkpoint, where it is quantised."""
+    found = read_checkpoint(path)
+    return found if found.is_quantized else None
 
-    Args:
-        model: dotted path of the setting that names the checkpoint.
-        quantize: how the host quantises rollouts from a checkpoint that is not quantised; ends a sentence.
-        replays: whether routes are replayed, or the trainer has no way to replay them.
-        replay: how to replay them, one sentence.
-    """
-    return (
-        FlagRule("quantized-checkpoint", lambda args: (found := read_checkpoint(args[model])).is_quantized and found,
-            f"{{args[{model}]}} is a quantised checkpoint by its {{found.evidence}}, and the trainer reads the weights "
-            "in another precision than the engine",
-            f"Train from the bfloat16 checkpoint, and {quantize}.",
-            good="nothing says that the checkpoint is quantised", severity="warning"),
-        FlagRule(
-            "moe-replay", lambda args: (found := read_checkpoint(args[model])).is_moe and not replays(args) and found,
-            f"{{args[{model}]}} is a mixture of experts by its {{found.evidence}}, and trainer and engine choose "
-            "experts by themselves",
-            replay,
-            good="routes are replayed, this trainer cannot replay any, or nothing says that the model has experts",
-            severity="warning",
-        ),
-    )  # fmt: skip
+
+def with_experts(path: object) -> Checkpoint | None:
+    """The checkpoint, where it is a mixture of experts."""
+    found = read_checkpoint(path)
+    return found if found.is_moe else None

@@ -41,7 +41,7 @@ WORDS = {
         "what a trainer saves and resumes from",
         ("training/", "settings/train.py", "integrations/slime/hooks/"),
         {"HfCheckpoint": "a folder in the layout of Hugging Face, always with its prefix", "hf_checkpoint": "the same",
-         "Checkpoint": "the same, in hf_checkpoint.py", "read_checkpoint": "the same", "checkpoint_rules": "the same"},
+         "Checkpoint": "the same, in hf_checkpoint.py", "read_checkpoint": "the same"},
     ),
     "dump": Word(
         "the batches of a run, written to be read by analyze",

@@ -31,6 +31,7 @@ MCORE = "policy.megatron_cfg.enabled=true"
 RAW = "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"
 TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
+NVFP4 = "policy.generation.quant_cfg=NVFP4"
 ASYNC = "grpo.async_grpo.enabled=true"
 
 
@@ -65,9 +66,9 @@ TRAPPED = [
     (VERL, "k1-bounds", f"{K1} {CORRECTION}.rollout_rs_threshold=0.9_1.2", "note", "mu / pi"),
     (VERL, "rejection-denominator", f"{CORRECTION}.rollout_rs=token_k1 trainer.use_v1=False", "warning", "step grows"),
     (VERL, "rejection-denominator", f"-m {FULLY_ASYNC} {K1} {CORRECTION}.bypass_mode=False", "warning", "step grows"),
-    (VERL, "quantized-rollouts", f"+{ROLLOUT}.quantization=fp8", "warning", "no correction acts"),
-    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "warning", "no correction acts"),
-    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.sglang.quantization=fp8", "warning", "no correction acts"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.quantization=fp8", "warning", "nothing bounds"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "warning", "nothing bounds"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.engine_kwargs.sglang.quantization=fp8", "warning", "nothing bounds"),
     (VERL, "quantized-checkpoint", "actor_rollout_ref.model.path=a/B-FP8", "warning", "a/B-FP8"),
     (VERL, "asynchronous-rollouts", "trainer.v1.trainer_mode=separate_async", "warning", "older weights"),
     (VERL, "two-policies", f"-m {FULLY_ASYNC}", "note", "PPO's clip"),
@@ -79,9 +80,9 @@ TRAPPED = [
     (VERL, "dtypes", f"model_engine=megatron {ROLLOUT}.dtype=float16", "warning", "float16"),
     (NEMO, "temperature", "policy.generation.temperature=0", "error", "greedy"),
     (NEMO, "logprobs-mode", f"{RAW} policy.generation.temperature=0.7", "error", "before the temp"),
-    (NEMO, "fp8-rollouts", FP8, "error", "refuses to start"),
-    (NEMO, "fp8-rollouts", f"{FP8} {IS}", "warning", "nothing bounds"),
-    (NEMO, "fp8-rollouts", "policy.generation.real_quant=true policy.generation.quant_cfg=NVFP4", "warning", "NVFP4"),
+    (NEMO, "quantized-rollouts", FP8, "error", "refuses to start"),
+    (NEMO, "quantized-rollouts", f"{FP8} {IS}", "warning", "nothing bounds"),
+    (NEMO, "quantized-rollouts", f"policy.generation.real_quant=true {NVFP4}", "warning", "quant_cfg=NVFP4 quantises"),
     (NEMO, "quantized-checkpoint", "policy.model_name=a/B-FP8", "warning", "a/B-FP8"),
     (NEMO, "asynchronous-rollouts", ASYNC, "error", "refuses to start"),
     (NEMO, "asynchronous-rollouts", f"{ASYNC} {IS}", "warning", "nothing bounds"),
@@ -94,7 +95,7 @@ TRAPPED = [
     (NEMO, "ratio-of-one", "loss_fn.force_on_policy_ratio=true", "note", "not measured"),
     (NEMO, "ratio-of-one", f"{PATCHED} loss_fn.force_on_policy_ratio=true", "error", "no gap to correct"),
     (NEMO, "data-plane", f"{PATCHED} data_plane.enabled=true", "error", "no rollout is on"),
-    (NEMO, "two-corrections", f"{PATCHED} {TIS}", "error", "twice"),
+    (NEMO, "two-corrections", f"{PATCHED} {TIS}", "error", "_type=tis counts"),
     (NEMO, "two-corrections", f"{PATCHED} {IS}", "error", "second time"),
 ]  # fmt: skip
 
@@ -141,7 +142,7 @@ def test_a_yaml_file_is_read_over_its_parents_and_under_the_overrides(tmp_path: 
     child.parent.mkdir()
     child.write_text("defaults: ../base.yaml\nloss_fn: {use_importance_sampling_correction: true}\n")
     found = traps(NEMO, f"{child} policy.model_name=a/dense")
-    assert found["fp8-rollouts"].status == "warning" and found["moe-replay"].status == "good"
+    assert found["quantized-rollouts"].status == "warning" and found["moe-replay"].status == "good"
     with pytest.raises(ValueError, match="found none at"):
         traps(NEMO, f"--config {tmp_path}/none.yaml")
 

@@ -2,20 +2,23 @@
 
 import os
 import re
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flag_traps import traps
+from hosts.slime.host import inside
 
 from megatron_rc import RolloutCorrection, schema
 from megatron_rc.doctor.host.environment import flag_checks
 from megatron_rc.doctor.host.flags import Arguments, Flags
-from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
-from megatron_rc.integrations.slime.settings import flag
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS
+from megatron_rc.integrations.slime.settings import ENABLE
 
 LM, TRAINING, SWIFT = "megatron-lm", "megatron-training", "ms-swift"
 SWIFT_PATCHED = "-m megatron_rc patch --rc-host ms-swift --rc-preset token-tis rlhf.py"
@@ -24,16 +27,6 @@ STEP = "--perform-rl-step --rl-inference-logprobs-is-correction"
 RL = f"{STEP} --rl-importance-sampling-truncation-coef 2"
 PATCHED = f"-m megatron_rc patch --rc-preset token-tis train_rl.py {STEP}"
 PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
-OURS = "--custom-tis-function-path megatron_rc.integrations.slime.tis"
-TIS_ON = f"--use-tis {OURS}"
-LOSS_ON = f"--loss-type custom_loss {flag('loss')}"
-ROLLOUT_ON = flag("rollout_data")
-REDUCER_ON = flag("pg_loss_reducer")
-DECAY_ON = flag("before_train_step")
-WATCH_ON = flag("before_log_prob")
-WATCHED = f"{WATCH_ON} --use-rollout-routing-replay"
-ROUTES: dict[str, object] = {"routes": True}
-NORMALISED = {"preset": "token-tis", "normalize": "batch"}
 TIS = "--custom-tis-function-path my.tis"
 STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 ENTROPY = "--dump-details details --use-rollout-entropy"
@@ -56,13 +49,14 @@ TRAPPED = [
     (TRAINING, "full-iteration-graph", "--cuda-graph-impl local --cuda-graph-scope full_iteration", "error", "without"),
     (LM, "rl-step", "", "error", "no rollout"),
     (LM, "rollout-logprobs", "--perform-rl-step", "note", "neither measured nor corrected"),
-    (LM, "rollout-logprobs", f"{PATCHED} --no-rl-inference-logprobs-is-correction", "error", "nothing can be corr"),
+    (LM, "rollout-logprobs", f"{PATCHED} --no-rl-inference-logprobs-is-correction", "error", "cannot act"),
     (LM, "temperature", f"{RL} --rl-default-temperature 0.7", "error", "sampled at temperature 0.7, while"),
-    (LM, "temperature", f"{PATCHED} --rl-default-temperature 0.7", "error", "raw_logprobs, those at temperature 1"),
-    (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "does not return the ids"),
-    (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "does not return the ids"),
+    (LM, "temperature", f"{RL} --rl-default-temperature 0", "error", "greedy"),
+    (LM, "logprobs-mode", f"{PATCHED} --rl-default-temperature 0.7", "error", "=raw_logprobs returns log-probs before"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "--rl-default-top-p=0.9 draws from a part"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "different sets"),
     (LM, "ratio-bound", "--rl-inference-logprobs-is-correction", "warning", "no upper bound"),
-    (LM, "ratio-bound", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "again after the correction"),
+    (LM, "two-corrections", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "a second time"),
     (LM, "packed-logprobs", f"{RL} --rl-use-sequence-packing", "warning", "log-prob 0"),
     (LM, "gathered-logits", f"{RL} --tensor-model-parallel-size 4", "warning", "each of the 4 tensor-parallel"),
     (LM, "gathered-logits", f"{PATCHED} --tensor-model-parallel-size 4 --batch-invariant-mode", "note", "bit for bit"),
@@ -73,12 +67,12 @@ TRAPPED = [
     (SWIFT, "two-corrections", "--rollout_importance_sampling_mode sequence_mask", "warning", "without a bound"),
     (SWIFT, "loss-type", f"{SWIFT_PATCHED} --loss_type real", "error", "multiplies no weights"),
     (SWIFT, "temperature", "--temperature 0", "error", "greedy"),
-    (SWIFT, "top-p-top-k", "--top_p 0.9", "warning", "does not return the ids"),
-    (SWIFT, "top-p-top-k", "--top_k 20", "warning", "does not return the ids"),
+    (SWIFT, "top-p-top-k", "--top_p 0.9", "warning", "different sets"),
+    (SWIFT, "top-p-top-k", "--top_k 20", "warning", "different sets"),
     ("slime", "ratio-counted-twice", "--use-tis --use-rollout-logprobs", "error", "already is pi / mu"),
     ("slime", "temperature", "--rollout-temperature 0", "error", "greedy"),
     ("slime", "top-p-top-k", "--rollout-top-k 50", "error", "different sets"),
-    ("miles", "top-p-top-k", "--rollout-top-p 0.95", "error", "records no kept ids"),
+    ("miles", "top-p-top-k", "--rollout-top-p 0.95", "error", "--rollout-top-p=0.95 draws from a part"),
     ("slime", "tis-function", TIS, "error", "never called"),
     ("slime", "tis-function", f"{TIS} --get-mismatch-metrics", "note", "metrics alone"),
     ("miles", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
@@ -86,14 +80,13 @@ TRAPPED = [
     ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
     ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
     ("slime", "entropy-of-the-dump", f"{ENTROPY} --rollout-top-p 0.9", "warning", "the whole vocabulary"),
-    ("slime", "quantized-rollouts", "--hf-checkpoint $MODELS/Qwen3-4B-FP8/", "warning", "no correction acts"),
-    ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "no correction acts"),
-    ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "no correction acts"),
+    ("slime", "quantized-rollouts", "--hf-checkpoint $MODELS/Qwen3-4B-FP8/", "warning", "nothing bounds"),
+    ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "dtype=fp8_e4m3 quant"),
+    ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "nothing bounds"),
     ("slime", "asynchronous-rollouts", "python3 train_async.py --lr 1", "warning", "older weights"),
     ("slime", "moe-replay", "--num-experts 128 --moe-router-dtype fp32", "warning", "choose experts"),
     ("miles", "moe-replay", "--hf-checkpoint a/Qwen3-30B-A3B", "warning", "choose experts"),
-    ("slime", "hook-settings", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
-    ("miles", "rollout-data-on-miles", flag("rollout_data"), "error", "gives that hook no rollout"),
+    ("slime", "megatron-rc-settings", ENABLE, "error", "megatron_rc must be a mapping"),
 ]
 
 
@@ -113,103 +106,30 @@ def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
     return f"{flags} --custom-config-path {config}"
 
 
-DECAY_9: dict[str, object] = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
-HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
-    ("hook-train-backend", f"{TIS_ON} --train-backend fsdp", {}, "must be megatron, got fsdp"),
-    ("hook-correction", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "'mine'.*ratio, k2"),
-    ("hook-micro-batch", TIS_ON, {"correction": NORMALISED}, "one micro-batch.*--rollout-data-postprocess-path"),
-    ("hook-micro-batch", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
-    ("hook-correction", TIS_ON, {"correction": {"weight": {"upper": "measured"}}}, "keeps no bound"),
-    ("hook-correction", TIS_ON, {"correction": "centered"}, "centering must be 'none' in a hook, which gets no top"),
-    ("hook-correction", TIS_ON, {"correction": "cispo"}, "surrogate must be null or 'ppo' in a hook"),
-    ("hook-correction", TIS_ON, {"correction": {"weight": {"growth": "sqrt_lag"}}}, "growth must not be used in"),
-    ("hook-micro-batch", TIS_ON, {"correction": "standardized"}, "'standardized' in a hook that sees one micro-batch"),
-    ("hook-micro-batch", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
-    ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
-    ("tis-old", TIS_ON, {"correction": {"old": "rollout"}}, "'recompute' for tis.*--custom-loss-function-path"),
-    ("tis-advantages", TIS_ON, {"correction": {"reject": [{"upper": 2, "when": "negative_advantage"}]}},
-     "sees no advantages.*--custom-loss-function-path"),
-    ("hook-double-ratio", f"{LOSS_ON} --use-rollout-logprobs",
-     {"correction": {"preset": "token-tis", "old": "rollout"}}, "count it twice"),
-    ("loss-estimator", f"{LOSS_ON} --advantage-estimator gspo", {}, "gspo for loss.*--custom-tis-function-path"),
-    ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
-    ("loss-true-on-policy", f"{LOSS_ON} --true-on-policy-mode", {}, "exactly on-policy.*--use-tis"),
-    ("hook-skipped-forward", f"{LOSS_ON} --skip-actor-forward-only", {}, "neither another loss nor a hook"),
-    ("hook-skipped-forward", f"{TIS_ON} {DECAY_ON} --skip-actor-forward-only", DECAY_9,
-     "^--skip-actor-forward-only must be off"),
-    ("rollout-data-logprobs", ROLLOUT_ON, {}, "no log-probs before the update.*--get-mismatch-metrics"),
-    ("lr-rule-released-actors", f"{TIS_ON} {DECAY_ON} --release-train", {"lr_rule": "length_decay"},
-     "never decay.*--rollout-data-postprocess-path.*decay_period"),
-    ("loss-opsm", f"{LOSS_ON} --use-opsm", {}, "--use-opsm must be off.*off-policy-sequence-mask"),
-    ("loss-and-tis", f"{LOSS_ON} --use-tis", {}, "--use-tis must be off for loss"),
-    ("loss-old-rollout", f"{LOSS_ON} --use-rollout-logprobs", {}, "got old='recompute'"),
-    ("loss-old-rollout", LOSS_ON, {"correction": {"old": "rollout"}}, "must be set exactly when.*got old='rollout'"),
-    ("loss-old-current", f"{LOSS_ON} --global-batch-size 1 --rollout-batch-size 4", {"correction": {"old": "current"}},
-     "--global-batch-size.*got 4 of them"),
-    ("loss-old-current", f"{LOSS_ON} --num-steps-per-rollout 2", {"correction": {"old": "current"}}, "got 2 of them"),
-    ("loss-reducer", f"{LOSS_ON} --custom-pg-loss-reducer-function-path my.own", {}, "no reducer but its own"),
-    ("reducer-aggregation", REDUCER_ON, {}, "aggregation must be set"),
-    ("reducer-per-token", REDUCER_ON, {"aggregation": "token-mean"}, "got 'token-mean'"),
-    ("reducer-per-token", f"{REDUCER_ON} --calculate-per-token-loss", {"aggregation": "seq-mean-token-sum"},
-     "must be set exactly when megatron_rc.aggregation is 'token-mean'"),
-    ("reducer-padding", f"{REDUCER_ON} --qkv-format bshd --context-parallel-size 2",
-     {"aggregation": "seq-mean-token-sum"}, "must be thd"),
-    ("rollout-data-old", ROLLOUT_ON, {"correction": {"old": "rollout"}}, "runs before the update"),
-    ("rollout-data-ratio", f"{ROLLOUT_ON} --use-rollout-logprobs", {}, "count it twice"),
-    ("rollout-data-tis", f"{ROLLOUT_ON} --use-tis", {}, "already are in the advantages"),
-    ("lr-rule-missing", DECAY_ON, {}, "lr_rule must be set"),
-    ("lr-rule-lengths", DECAY_ON, {"lr_rule": "length_decay"}, "on response lengths where no hook sees them"),
-    ("lr-rule-lengths", DECAY_ON, {"lr_rule": {"rule": "mismatch", "signal": "length", "target": 9}},
-     "must not depend on response lengths"),
-    ("lr-rule-mismatch", f"{DECAY_ON} {TIS_ON}", {"correction": "token-tis", "lr_rule": "mismatch"},
-     "must be length with no hook"),
-    ("lr-rule-unsaved", f"{TIS_ON} {DECAY_ON} --no-save-optim", DECAY_9, "whose checkpoints hold no state of it"),
-    ("lr-rule-replicas", f"{DECAY_ON} --indep-dp", DECAY_9, "share no process group"),
-    *(("correction-unapplied", named, {"correction": "token-tis"}, "needs a hook that applies it; set --use-tis")
-      for named in (flag("check"), OURS, flag("loss"))),
-    ("lr-rule-unstepped", TIS_ON, {"lr_rule": "length_decay"}, "needs the hook that steps it; set --custom-megatron"),
-    ("routes-off", f"{TIS_ON} {WATCH_ON}", {}, "must be true for before_log_prob"),
-    ("routes-not-replayed", f"{ROLLOUT_ON} {WATCH_ON}", ROUTES, "needs --use-rollout-routing-replay"),
-    ("routes-old", f"{LOSS_ON} {WATCHED}", {**ROUTES, "correction": {"old": "rollout"}}, "got 'rollout'"),
-    ("routes-layout", f"{ROLLOUT_ON} {WATCHED} --qkv-format bshd", ROUTES, "packed zigzag slices"),
-    ("routes-micro-batches", f"{TIS_ON} {WATCHED} --recompute-loss-function", ROUTES, "once, in their order"),
-    ("routes-unread", f"{TIS_ON} {WATCHED}", ROUTES, "needs a hook that compares them"),
-    ("routes-unwatched", f"{ROLLOUT_ON} --use-rollout-routing-replay", ROUTES, "the hook that watches the routers"),
-]  # fmt: skip
-"""Settings that a hook of slime cannot honour: the check that finds them, flags, YAML, a pattern of the sentence."""
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`enable` with these flags of a host, in its process."""
 
+    def enable(host: str, flags: str) -> None:
+        with monkeypatch.context() as patch:
+            inside(host, patch)
+            given = arguments(host, with_key(tmp_path, f"{ENABLE} {flags}", {}))
+            # what the host has parsed; megatron_rc reads nothing else
+            slime.enable(Namespace(megatron_rc={}, **{name: getattr(given, name) for name in DEFAULTS}))
 
-@pytest.mark.host("slime", "miles", proof="refused", feature="bounds by lag")
-@pytest.mark.parametrize(("check", "flags", "key", "sentence"), HOOKS_TRAPPED)
-def test_what_a_hook_cannot_do_is_a_finding_of_its_own_and_refused_by_the_hook(
-    check: str, flags: str, key: dict[str, object], sentence: str, tmp_path: Path
-) -> None:
-    errors = refused_errors(with_key(tmp_path, flags, key))
-    fix = errors[check].fix
-    assert re.search(sentence, f"{errors[check].found}; {fix[0].lower()}{fix[1:]}")
-
-
-def refused_errors(given: str) -> dict[str, Finding]:
-    """The errors that doctor finds in flags of slime, of which slime's check says one."""
-    errors = {name: finding for name, finding in traps("slime", given).items() if finding.status == "error"}
-    with pytest.raises(ValueError) as refusal:
-        slime.check(arguments("slime", given))
-    assert any(str(refusal.value).startswith(f"{finding.found}; ") for finding in errors.values())
-    assert "\n" not in str(refusal.value)
-    return errors
+    return enable
 
 
 @pytest.mark.parametrize(
-    "flags", [flags for host, check, flags, status, _ in TRAPPED
-              if (host, status) == ("slime", "error") and check != "hook-settings"],
+    ("host", "flags"), [(host, flags) for host, check, flags, status, _ in TRAPPED
+                        if host in ("slime", "miles") and status == "error" and check != "megatron-rc-settings"],
 )  # fmt: skip
-def test_slime_s_check_refuses_what_doctor_calls_an_error(flags: str, tmp_path: Path) -> None:
-    refused_errors(with_key(tmp_path, flags, {}))
-
-
-def test_doctor_lists_every_mistake_of_the_hooks_at_once(tmp_path: Path) -> None:
-    given = with_key(tmp_path, f"{LOSS_ON} --use-tis --use-opsm {DECAY_ON}", {"correction": NORMALISED})
-    assert refused_errors(given).keys() == {"hook-micro-batch", "loss-and-tis", "loss-opsm", "lr-rule-missing"}
+def test_enable_refuses_what_doctor_calls_an_error(host: str, flags: str, enabled: Any, tmp_path: Path) -> None:
+    found = traps(host, with_key(tmp_path, f"{ENABLE} {flags}", {})).values()
+    errors = [finding.found for finding in found if finding.status == "error"]
+    with pytest.raises(ValueError) as refusal:
+        enabled(host, flags)
+    assert any(str(refusal.value).startswith(error) for error in errors) and "\n" not in str(refusal.value)
 
 
 FREE = [
@@ -250,8 +170,7 @@ def test_a_program_without_a_policy_gradient_has_no_trap(host: str, flags: str) 
 
 
 def test_every_trap_is_tried() -> None:
-    tried = {check for _, check, *_ in TRAPPED} | {check for check, *_ in HOOKS_TRAPPED}
-    tried |= {"batch-normalised-weights", "key-without-hook"}
+    tried = {check for _, check, *_ in TRAPPED} | {"batch-normalised-weights", "key-without-enable"}
     hosts = [host for host in HOSTS.values() if not host.reads_overrides]
     assert {check.name for host in hosts for check in flag_checks(host)} == tried
 
@@ -268,12 +187,11 @@ def test_the_patch_refuses_what_doctor_calls_an_error_of_a_patched_run(flags: st
     assert errors[0] in str(refusal.value)
 
 
-def test_the_patch_and_slime_s_check_take_the_flags_in_which_doctor_finds_no_error(tmp_path: Path) -> None:
+def test_the_patch_and_enable_take_the_flags_in_which_doctor_finds_no_error(enabled: Any) -> None:
     for host, flags, _ in FREE:
-        if host in ("slime", "miles"):
-            slime.check(arguments(host, with_key(tmp_path, flags, {})))
-        elif PATCHED in flags:
-            check_arguments(arguments(LM, flags), RolloutCorrection())
+        if PATCHED in flags:
+            check_arguments(arguments(host, flags), RolloutCorrection())
+    enabled("slime", "--rollout-top-p 0.95 --rollout-temperature 0.8 --dump-details details")
 
 
 def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
@@ -283,36 +201,34 @@ def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
 def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
     (config := tmp_path / "rc.yaml").write_text("tis_batch_normalize: true\nmegatron_rc: {correction: token-tis}\n")
     assert traps("slime", f"--use-tis --custom-config-path {config}")["batch-normalised-weights"].status == "warning"
-    given = f"--use-tis {OURS} --custom-config-path {config}"
+    given = f"{ENABLE} --custom-config-path {config}"
     # our hook does not read it
     assert not {name for name, found in traps("slime", given).items() if found.status in ("error", "warning")}
     config.write_text("megatron_rc: {correction: {preset: token-tis, normalize: batch}}\n")
-    found = traps("slime", given)
+    found = traps("miles", given)
     assert found["batch-normalised-weights"].status == "good"
-    assert found["hook-micro-batch"].status == "error" and "normalize" in found["hook-micro-batch"].found
+    assert found["megatron-rc-settings"].status == "error" and "normalize" in found["megatron-rc-settings"].found
     config.unlink()
-    assert not traps("slime", given)["hook-settings"].decided
+    assert not traps("slime", given)["megatron-rc-settings"].decided
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_settings_that_no_hook_reads_are_an_error(host: str, tmp_path: Path) -> None:
-    key = {"correction": "token-tis"}
-    found = traps(host, with_key(tmp_path, "--lr 1", key))["key-without-hook"]
-    assert found.status == "error" and "no hook that reads it is named" in found.found
-    for hook in ("enable", "check", "tis"):
-        found = traps(host, with_key(tmp_path, f"--dump-details details {flag(hook)}", key))
-        assert found["key-without-hook"].status == "good"
-        assert hook != "check" or found["entropy-of-the-dump"].status == "good", "check asks for the entropy"
+def test_settings_that_enable_does_not_read_are_an_error(host: str, tmp_path: Path) -> None:
+    given = with_key(tmp_path, "--dump-details details", {"correction": "token-tis"})
+    found = traps(host, given)["key-without-enable"]
+    assert found.status == "error" and "nothing is corrected" in found.found
+    all_found = traps(host, f"{given} {ENABLE}")
+    assert all_found["key-without-enable"].status == "good"
+    assert all_found["entropy-of-the-dump"].status == "good", "enable asks for the entropy"
 
 
 def test_rollouts_that_a_correction_acts_on_may_be_quantised_and_stale(tmp_path: Path) -> None:
     run = "python train_async.py --sglang-quantization fp8"
     for flags, key, status in (
         ("--use-tis", {}, "good"),
-        (flag("enable"), {"correction": "token-tis"}, "good"),
-        (flag("enable"), {"correction": "none"}, "warning"),
-        (f"--use-tis {OURS}", {"correction": "none"}, "warning"),
-        (flag("enable"), {"correction": "no-such-preset"}, "warning"),
+        (ENABLE, {"correction": "token-tis"}, "good"),
+        (ENABLE, {"correction": "none"}, "warning"),
+        (ENABLE, {"correction": "no-such-preset"}, "warning"),
     ):
         found = traps("slime", with_key(tmp_path, f"{run} {flags}", key))
         assert found["quantized-rollouts"].status == found["asynchronous-rollouts"].status == status, flags

@@ -131,7 +131,7 @@ TYPED = {"loss_fn": {"truncated_importance_sampling_type": "tis"}}
         (TIS, None, {"data_plane": {"enabled": True}}, "set data_plane.enabled=false"),
         (None, DECAY, {"data_plane": {"enabled": True}}, "set data_plane.enabled=false"),
         (TIS, None, ON_POLICY, "set loss_fn.force_on_policy_ratio=false"),
-        (TIS, None, TYPED, "sampling_type=tis would correct the same gap twice"),
+        (TIS, None, TYPED, "sampling_type=tis counts pi / mu a second time"),
         (TIS, None, {"policy": {"generation": {"temperature": 0.0}}}, "a greedy sampler .* set policy.generation.temp"),
         (TIS, None, RAW, "raw_logprobs returns log-probs before the"),
         (TIS, None, {"loss_fn": {"score_centering": True}}, "loss_fn.score_centering must be false"),

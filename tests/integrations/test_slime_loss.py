@@ -6,13 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hosts.slime.host import MILES, PATH, ROWS, VOCAB, Rollout, arguments, clipped, micro_batch, rollout
+from hosts.slime.host import MILES, ROWS, VOCAB, Rollout, arguments, clipped, hooks, micro_batch, naming, rollout
 from hosts.slime.single import in_one_process as in_one_process
 from hosts.slime.single import loss_of as run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.hooks import loss as slime_loss
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
@@ -111,12 +110,7 @@ def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() 
     # every response looks e times less likely to pi than to mu
     sampled = list((whole.current(batch["logits"]) + 1).split(whole.responses))
     advantages = [torch.full((n,), sign) for n, sign in zip(whole.responses, (1.0, -1.0, -1.0, 1.0), strict=True)]
-    # rollout_data, here for the lengths alone, leaves to the loss what only the loss can see
-    path = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_loss_function_path": PATH + "loss"}
-    args = arguments(use_rollout_logprobs=True, megatron_rc={"correction": "off-policy-sequence-mask"}, **path)
-    data = {**batch, "advantages": advantages}
-    slime.rollout_data(args, 0, data)
-    assert data["advantages"] is advantages
+    args = arguments(use_rollout_logprobs=True, megatron_rc={"correction": "off-policy-sequence-mask"})
     _, log, gradient = run(whole, args, rollout_log_probs=sampled, advantages=advantages)
     assert gradient[0, 2:7].any() and gradient[0, 22:30].any()
     assert not gradient[0, 8].any() and not gradient[0, 18:20].any()
@@ -125,7 +119,7 @@ def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() 
 
 def test_the_policy_gradient_term_alone_goes_through_pg_loss_reducer() -> None:
     whole = rollout(27)
-    path = {"custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}
+    path = naming("pg_loss_reducer")
     summed, log, _ = run(whole, arguments(megatron_rc={"aggregation": "seq-mean-token-sum"}, entropy_coef=0.1, **path))
     plain, own, _ = run(whole, arguments(entropy_coef=0.1))
     per_token = micro_batch(whole)
@@ -144,7 +138,7 @@ def test_the_gradient_can_be_written_into_the_logits() -> None:
     leaf = batch["logits"].clone().requires_grad_()
     logits = leaf * 1
     args = arguments(entropy_coef=0.1, megatron_rc={"inplace_backward": True})
-    loss, _ = slime.loss(args, batch, logits, whole.sum_of_sample_mean())
+    loss, _ = hooks.loss(args, batch, logits, whole.sum_of_sample_mean())
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected)
     torch.testing.assert_close(logits.detach(), expected)
 
@@ -160,7 +154,7 @@ def test_the_loss_may_be_recomputed_in_backward_once(reentrant: bool, monkeypatc
     leaf = batch["logits"].clone().requires_grad_()
     forward.reset_mock()
     # as --recompute-loss-function does in slime (False) and in miles (True)
-    loss, _ = checkpoint(slime.loss, args, batch, leaf, whole.sum_of_sample_mean(), use_reentrant=reentrant)
+    loss, _ = checkpoint(hooks.loss, args, batch, leaf, whole.sum_of_sample_mean(), use_reentrant=reentrant)
     loss.backward()
     assert loss.item() == expected and leaf.grad is not None and forward.call_count == 2
     torch.testing.assert_close(leaf.grad, gradient)

@@ -10,28 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts.slime.host import PATH, arguments
+from hosts.slime.host import arguments, hooks, naming
 from hosts.slime.single import alone
 from length_curves import length_curves
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
-from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.scale import Signals
 
 LR = 1e-6
-DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
-TIS = {"custom_tis_function_path": PATH + "tis"}
+DATA_HOOK, TIS = naming("rollout_data"), naming("tis")
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     LENGTHS.forget()
     LR_METRICS.clear()
-    # as in a process in which `check` has not run
+    # as in a process in which `enable` has not run
     own = inspect.unwrap(OptimizerParamScheduler.load_state_dict)
     monkeypatch.setattr(OptimizerParamScheduler, "load_state_dict", own)
     alone(monkeypatch, last_stage=False)
@@ -51,10 +50,10 @@ class Run:
         if self.args.rollout_data_postprocess_path:
             totals, masks = [n + 1 for n in lengths], [torch.ones(n, dtype=torch.int32) for n in lengths]
             data = {"total_lengths": totals, "response_lengths": [*lengths], "loss_masks": masks}
-            slime.rollout_data(self.args, rollout_id, data)
+            hooks.rollout_data(self.args, rollout_id, data)
         rates = []
         for step in range(self.steps):
-            slime.before_train_step(self.args, rollout_id, step, self.model, self.optimizer, self.scheduler)
+            hooks.before_train_step(self.args, rollout_id, step, self.model, self.optimizer, self.scheduler)
             if self.args.custom_tis_function_path:
                 # what the hook of the loss records of the micro-batches of this step
                 LENGTHS.record(lengths[step :: self.steps])
@@ -115,19 +114,18 @@ def test_the_rule_is_logged_next_to_the_metrics_of_the_loss() -> None:
     probs = [torch.full((3,), -1.0)]
     batch = {"pg_loss": torch.zeros(3), "train_log_probs": probs, "rollout_log_probs": probs}
     batch |= {"loss_masks": [torch.ones(3, dtype=torch.int32)], "total_lengths": [5], "response_lengths": [3]}
-    assert not any(name.startswith("lr_rule/") for name in slime.tis(args, **batch)[2])
+    assert not any(name.startswith("lr_rule/") for name in hooks.tis(args, **batch)[2])
     for number in range(4):
         run.rollout(number, [3])
-        *_, metrics = slime.tis(args, **batch)
+        *_, metrics = hooks.tis(args, **batch)
         seen.append(metrics["lr_rule/scale"].tolist())
         assert metrics["lr_rule/period"].tolist() == [2.0] * 3
     assert seen == [[1.0] * 3, [0.5] * 3, [0.5] * 3, [0.25] * 3]
 
 
 def checked(**changes: Any) -> Namespace:
-    args = settings(custom_megatron_before_train_step_hook_path=PATH + "before_train_step", **changes)
-    slime.check(args)
-    return args
+    remember_loaded_states()
+    return settings(**changes)
 
 
 def through_a_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -226,4 +224,4 @@ def test_a_repeated_rollout_counts_once_and_one_without_update_counts_too() -> N
 def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
     run = Run(settings(decay={"decay_period": 1}, loss_type="value_loss"))
     assert run.rollout(0, [9]) == [LR]
-    slime.before_train_step(settings(decay={"decay_period": 1}), 0, 0, run.model, None, None)
+    hooks.before_train_step(settings(decay={"decay_period": 1}), 0, 0, run.model, None, None)

@@ -11,23 +11,19 @@ import torch
 from distributed import run_ranks
 from hosts.slime import routers, sources
 from hosts.slime.cases import Case, batch_of, ours, whole
-from hosts.slime.host import PATH, given_to_tis, local_masks, micro_batch, positions, rollout
+from hosts.slime.host import given_to_tis, hooks, local_masks, micro_batch, naming, positions, rollout
 from hosts.slime.routers import LAYERS, MICRO_BATCHES, OWN, REPLAYED, Model, Rows, by_environment, chosen
 from hosts.slime.single import in_one_process as in_one_process
 from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
-from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 from megatron_rc.integrations.slime.layout import Layout, parallel
 from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
 
-WATCHED = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob", "use_rollout_routing_replay": True}
-WHOLE = {**WATCHED, "rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
-STEPPED = {**WATCHED, "custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
-STEPPED |= {"custom_tis_function_path": PATH + "tis", "use_tis": True}
-UPDATE = {**STEPPED, "rollout_data_postprocess_path": None}
+WHOLE = {**naming("before_log_prob", "rollout_data"), "use_rollout_routing_replay": True, "get_mismatch_metrics": True}
+UPDATE = {**WHOLE, **naming("before_train_step", "tis"), "use_tis": True, "rollout_data_postprocess_path": None}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +52,9 @@ def data() -> dict[str, Any]:
 
 def test_rollout_data_logs_the_shift_of_the_loss_tokens() -> None:
     model, rollout = model_of(Rows()), data()
-    slime.before_log_prob(settings(), [model], "")
+    hooks.before_log_prob(settings(), [model], "")
     Rows().forward(model)
-    slime.rollout_data(settings(), 0, rollout)
+    hooks.rollout_data(settings(), 0, rollout)
     mask = torch.cat(whole().loss_masks).bool()
     differs = torch.cat(shifts())[mask].float()
     assert rollout["rc/route_any_diff"] == pytest.approx(differs.mean().item())
@@ -75,9 +71,9 @@ def test_a_rejection_on_the_route_shift_drops_the_advantage_of_shifted_tokens() 
     gate = {"statistic": "route_shift", "level": "token", "upper": 0.4}
     model, rollout, args = model_of(Rows()), data(), settings({"reject": [gate]})
     before = torch.cat(rollout["advantages"])
-    slime.before_log_prob(args, [model], "")
+    hooks.before_log_prob(args, [model], "")
     Rows().forward(model)
-    slime.rollout_data(args, 0, rollout)
+    hooks.rollout_data(args, 0, rollout)
     kept = (torch.cat(shifts()).float().mean(1) <= 0.4) & torch.cat(whole().loss_masks).bool()
     assert 0 < kept.sum() < len(kept)
     torch.testing.assert_close(torch.cat(rollout["advantages"]), torch.where(kept, before, 0))
@@ -86,15 +82,15 @@ def test_a_rejection_on_the_route_shift_drops_the_advantage_of_shifted_tokens() 
 def test_passes_of_other_models_and_the_update_are_not_watched() -> None:
     model = model_of(Rows())
     for prefix in ("ref_", "teacher_"):
-        slime.before_log_prob(settings(), [model], prefix)
+        hooks.before_log_prob(settings(), [model], prefix)
         assert all("routing" not in vars(router) for _, router in model.routers())
     critic: Any = model_of(Rows())
     critic.role = "critic"
-    slime.before_log_prob(settings(), [critic], "")
+    hooks.before_log_prob(settings(), [critic], "")
     assert all("routing" not in vars(router) for _, router in critic.routers())
-    slime.before_log_prob(settings(), [model], "")
+    hooks.before_log_prob(settings(), [model], "")
     assert all("routing" in vars(router) for _, router in model.routers())
-    slime.before_log_prob(settings(), [model], "ref_")
+    hooks.before_log_prob(settings(), [model], "ref_")
     assert all("routing" not in vars(router) for _, router in model.routers())
 
 
@@ -103,7 +99,7 @@ def updates(args: Namespace, order: list[list[int]]) -> list[dict[str, Tensor]]:
     whole, logs = given_to_tis(batch_of(Case())), []
     for samples in order:
         given = {name: [values[i] for i in samples] for name, values in whole.items()}
-        logs.append(slime.tis(args, pg_loss=torch.ones(sum(given["response_lengths"])), **given)[2])
+        logs.append(hooks.tis(args, pg_loss=torch.ones(sum(given["response_lengths"])), **given)[2])
     return logs
 
 
@@ -114,9 +110,9 @@ def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host
     with pytest.MonkeyPatch.context() as replaying, replays as replay:
         replaying.setenv("ENABLE_ROUTING_REPLAY", "1")
         model = model_of(Rows(), replay=replay)
-        slime.before_log_prob(args, [model], "")
+        hooks.before_log_prob(args, [model], "")
         Rows().forward(model)
-    slime.before_train_step(args, 0, 0, [model], None, object())
+    hooks.before_train_step(args, 0, 0, [model], None, object())
     masks = whole().loss_masks
     for samples, log in zip(MICRO_BATCHES, updates(args, MICRO_BATCHES), strict=True):
         expected = torch.cat([shifts()[i] for i in samples]).float().mean(1) * torch.cat([masks[i] for i in samples])
@@ -129,7 +125,7 @@ def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host
 def test_a_rollout_without_the_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_hook, "WATCH", RouteWatch())
     with pytest.raises(ValueError, match="^megatron_rc.routes needs a pass over the old log-probs of a model with"):
-        slime.rollout_data(settings(), 0, data())
+        hooks.rollout_data(settings(), 0, data())
 
 
 PLACES = {"cp2": "context", "tp2": "tensor_model", "pp2": "pipeline_model"}

@@ -1,50 +1,33 @@
-"""The key megatron_rc of slime's YAML file, the hook enable that sets the others by it, and what each refuses."""
+"""The key megatron_rc of slime's YAML file, `enable`, which sets the hooks by it, and what it refuses."""
 
 import dataclasses
 import re
-import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hosts.slime import sources
-from hosts.slime.host import MILES, PATH, arguments
-from hosts.slime.single import alone
+from hosts.slime.host import MILES as MILES_FLAGS
+from hosts.slime.host import arguments, inside, naming
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.correction.settings import PRESETS
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.flag_rules import _WithDefaults
+from megatron_rc.integrations.flag_rules import WithDefaults
 from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.slime.chosen_hooks import recipe
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS
-from megatron_rc.integrations.slime.settings import HOOKS, assignments, flag, names, read, recipe
+from megatron_rc.integrations.slime.settings import ENABLE, FAMILY, HOOKS, MILES, SLIME, Member, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import MismatchSettings
 
-TOKEN_TIS = {"correction": "token-tis"}
-EVERY_9 = {"lr_rule": {"rule": "length_decay", "decay_period": 9}}
-TIS = {"custom_tis_function_path": PATH + "tis"}
-STEP = {"custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
-DATA = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True, **TIS}
-WATCH = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob"}
+TIS, STEP, WATCH = naming("tis"), naming("before_train_step"), naming("before_log_prob")
+DATA = {**naming("rollout_data", "tis"), "get_mismatch_metrics": True}
 BATCH, ROUTES = {"preset": "token-tis", "normalize": "batch"}, {"correction": "token-tis", "routes": True}
-SET = {*HOOKS.values()} - {"custom_megatron_init_path"} | {
-    *("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "loss_type", "use_rollout_entropy")
-}
-NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
-
-
-def with_hooks(*hooks: str, key: Any, **changes: Any) -> Namespace:
-    """Arguments that name these hooks of ours, and switch them on."""
-    on = {"use_tis": "tis" in hooks, "loss_type": "custom_loss" if "loss" in hooks else "policy_loss"}
-    on["get_mismatch_metrics"] = "rollout_data" in hooks
-    return arguments(**{HOOKS[hook]: PATH + hook for hook in hooks}, megatron_rc=key, **{**on, **changes})
+SET = {*HOOKS.values(), "use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "loss_type", "use_rollout_entropy"}
 
 
 def test_a_correction_is_a_preset_name_or_fields_over_a_preset() -> None:
@@ -83,70 +66,36 @@ def test_a_wrong_key_is_one_sentence_that_names_it(key: Any, sentence: str) -> N
         ({"dump_details": "details", "rollout_top_p": 0.9}, False),
     ],
 )
-def test_check_lets_a_dump_hold_the_entropy_of_the_policy(changes: dict[str, Any], recorded: bool) -> None:
-    args = with_hooks("check", key={}, **{"use_rollout_entropy": False, **changes})
-    slime.check(args)
+def test_enable_lets_a_dump_hold_the_entropy_of_the_policy(
+    changes: dict[str, Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside("slime", monkeypatch)
+    args = command_line({}, **{"use_rollout_entropy": False, **changes})
+    slime.enable(args)
     assert args.use_rollout_entropy is recorded
 
 
-def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def args(**key: Any) -> Namespace:
-        return arguments(use_tis=True, megatron_rc=key)
-
-    alone(monkeypatch, args())
-    nothing: dict[str, Any] = dict.fromkeys(("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"))
-    nothing |= dict.fromkeys(("total_lengths", "response_lengths"))
-    calls: list[tuple[str, Callable[[], Any]]] = [
-        ("by the sign of an advantage in tis", lambda: slime.tis(args(correction=NEGATIVE), **nothing)),
-        ("--use-tis must be off for loss", lambda: slime.loss(args(), {}, torch.zeros(1), torch.sum)),
-        ("--use-tis must be off with rollout_data", lambda: slime.rollout_data(args(), 0, {})),
-        ("megatron_rc.aggregation must be set", lambda: slime.pg_loss_reducer([], [], [], False)),
-        ("megatron_rc.routes must be true", lambda: slime.before_log_prob(args(), [], "")),
-        ("must not depend on", lambda: slime.before_train_step(args(lr_rule="length_decay"), 0, 0, [], None, None)),
-    ]
-    for sentence, call in calls:
-        with pytest.raises(ValueError, match=sentence):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("hooks", "key", "changes"),
-    [
-        (("tis",), TOKEN_TIS, {"advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2}),
-        (("loss", "pg_loss_reducer"), {**TOKEN_TIS, "aggregation": "seq-mean-token-sum"}, {}),
-        (("rollout_data",), {"correction": {**BATCH, **NEGATIVE}}, {}),
-        (("rollout_data", "tis"), {"correction": {**BATCH, **NEGATIVE}}, {}),
-        (("rollout_data", "loss"), {"correction": BATCH}, {}),
-        (("rollout_data", "before_train_step"), {"lr_rule": "length_decay"}, {"release_train": True}),
-        (("tis", "before_train_step"), EVERY_9, {"release_train": True}),
-        (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "num_steps_per_rollout": 2}),
-        (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "advantage_estimator": "gspo"}),
-        (("tis",), TOKEN_TIS, {"true_on_policy_mode": True}),
-    ],
-)
-def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes: dict[str, Any]) -> None:
-    slime.check(with_hooks(*hooks, key=key, **changes))
-
-
-def parsed(found: Recipe, *, whole_rollouts: bool) -> Namespace:
+def enabled(found: Recipe, host: Member, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """The host's arguments after its command line, its YAML file and `enable`."""
     words = " ".join(found.flags).split("--")[1:]
     given = {name.replace("-", "_"): value or True for name, _, value in (w.strip().partition(" ") for w in words)}
     assert given.pop("custom_config_path") == "rc.yaml"
     args = arguments(**given, **yaml.safe_load(yaml.safe_dump(found.config)))
-    vars(args).update(assignments(args, whole_rollouts=whole_rollouts))
+    inside(host.name, monkeypatch)
+    slime.enable(args)
     return args
 
 
-@pytest.mark.parametrize("whole_rollouts", [True, False])
+@pytest.mark.parametrize("host", FAMILY)
 @pytest.mark.parametrize("decay", [None, LengthDecaySettings(), LengthDecaySettings(decay_period=204)])
-def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, decay: Any) -> None:
+def test_the_recipe_of_every_correction_can_be_enabled(
+    host: Member, decay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corrections: list[RolloutCorrection | None] = [each.correction for each in PRESETS.values() if each.loss == {}]
-    if not whole_rollouts:
+    if not host.whole_rollouts:
         corrections.remove(PRESETS["standardized"].correction)
     for correction in (*corrections, None) if decay else corrections:
-        args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts), whole_rollouts=whole_rollouts)
-        slime.check(args)
+        args = enabled(recipe(correction, decay, host=host), host, monkeypatch)
         settings = read(args)
         assert settings.correction == (correction or RolloutCorrection()) and settings.lr_rule == decay
     for pooled, sentence in (
@@ -155,38 +104,29 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
         ({"preset": "standardized"}, "reject must not use 'standardized'"),
     ):
         batch = RolloutCorrection.from_dict(pooled)
-        if whole_rollouts:
-            slime.check(parsed(recipe(batch, decay, whole_rollouts=True), whole_rollouts=True))
+        if host.whole_rollouts:
+            assert not enabled(recipe(batch, decay, host=host), host, monkeypatch).use_tis
         else:
-            with pytest.raises(ValueError, match=f"{sentence}: no hook of this host"):
-                recipe(batch, decay, whole_rollouts=False)
+            with pytest.raises(ValueError, match=f"^{sentence} with miles .*a hook that sees a whole rollout"):
+                recipe(batch, decay, host=host)
 
 
-def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused() -> None:
+def test_the_recipe_of_a_rule_by_mismatch_sees_whole_rollouts_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     token_tis, rule = RolloutCorrection.preset("token-tis"), MismatchSettings()
-    args = parsed(recipe(token_tis, rule, whole_rollouts=True), whole_rollouts=True)
-    slime.check(args)
+    args = enabled(recipe(token_tis, rule, host=SLIME), SLIME, monkeypatch)
     assert read(args).lr_rule == rule and args.rollout_data_postprocess_path and not args.use_tis
     by_length = MismatchSettings(signal="length", target=9.0)
-    for whole_rollouts in (True, False):
-        slime.check(parsed(recipe(None, by_length, whole_rollouts=whole_rollouts), whole_rollouts=whole_rollouts))
-    for whole_rollouts, old in ((False, "recompute"), (True, "current")):
-        with pytest.raises(ValueError, match="signal of lr_rule must be 'length'"):
-            recipe(dataclasses.replace(token_tis, old=old), rule, whole_rollouts=whole_rollouts)
+    for host in FAMILY:
+        enabled(recipe(None, by_length, host=host), host, monkeypatch)
+    for host, old in ((MILES, "recompute"), (SLIME, "current")):
+        with pytest.raises(ValueError, match=f"^signal of lr_rule must be 'length' with {host.name} and old '{old}'"):
+            recipe(dataclasses.replace(token_tis, old=old), rule, host=host)
     with pytest.raises(ValueError, match="lr_rule must be settings, .* which go into a YAML file, got Mis"):
-        recipe(token_tis, rule.build(1.0), whole_rollouts=True)
-
-
-def inside(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("slime", "miles"):
-        monkeypatch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
-    if host:
-        name = f"{host}.backends.megatron_utils.initialize"
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        recipe(token_tis, rule.build(1.0), host=SLIME)
 
 
 def command_line(key: Any, **changes: Any) -> Namespace:
-    return arguments(megatron_rc=key, custom_megatron_init_path=PATH + "enable", **changes)
+    return arguments(megatron_rc=key, custom_megatron_init_path=ENABLE.split()[1], **changes)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +138,11 @@ def command_line(key: Any, **changes: Any) -> Namespace:
         ("slime", {"correction": BATCH}, DATA),
         ("slime", {"correction": "token-tis", "lr_rule": "mismatch"}, {**DATA, **STEP}),
         ("miles", {"correction": "off-policy-sequence-mask", "aggregation": "seq-mean-token-sum"},
-         {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", "use_rollout_logprobs": True,
-          "custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}),
+         {"loss_type": "custom_loss", "use_rollout_logprobs": True, **naming("loss", "pg_loss_reducer")}),
         ("slime", {"correction": {"preset": "token-tis", "old": "current"}, "lr_rule": "length_decay"},
-         {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", **STEP}),
+         {"loss_type": "custom_loss", **naming("loss"), **STEP}),
+        ("miles", {"inplace_backward": True}, {"loss_type": "custom_loss", **naming("loss")}),
+        ("slime", {"max_nonfinite_share": 0.1}, DATA),
         # routes need the hook that watches them, and one that compares them
         ("slime", ROUTES, {**WATCH, **DATA}),
         ("slime", {**ROUTES, "lr_rule": "length_decay"}, {**WATCH, **DATA, **STEP}),
@@ -221,6 +162,13 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
     assert vars(args) == {**vars(before), **values}
 
 
+NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
+OLD_ROLLOUT, CURRENT = {"correction": {"old": "rollout"}}, {"correction": {"old": "current"}}
+SUMS, REPLAYED = {"aggregation": "seq-mean-token-sum"}, {"use_rollout_routing_replay": True}
+DECAY = {"lr_rule": "length_decay"}
+
+
+@pytest.mark.host("slime", "miles", proof="refused", feature="bounds by lag")
 @pytest.mark.parametrize(
     ("host", "key", "changes", "sentence"),
     [
@@ -231,19 +179,44 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
          "^--use-tis must be unset with enable, .*weight: {mode: clip, lower: 0.5, upper: 5.0} has the same ones$"),
         ("miles", {"correction": "icepop"}, {"use_tis": True}, "^--use-tis must be unset .*weight: {upper: 2.0} has"),
         ("slime", {"correction": "none"}, {"use_tis": True, "use_critic": True}, "^--use-tis must be unset with"),
-        ("miles", {}, {"rollout_top_p": 0.9}, "^--rollout-top-p must be 1 on miles, which records no kept ids, got"),
+        ("miles", {}, {"rollout_top_p": 0.9}, "^--rollout-top-p=0.9 draws from a part"),
         ("slime", {}, {"loss_type": "sft_loss"}, "^--loss-type must be policy_loss with enable, got sft_loss"),
         ("slime", {}, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be unset with enable unless"),
-        ("slime", {"correction": {"old": "current"}}, {"loss_type": "sft_loss"}, "^--loss-type must be unset with"),
-        ("miles", {"correction": BATCH}, {}, "^normalize must be 'none': no hook of this host sees a whole rollout"),
+        ("slime", CURRENT, {"loss_type": "sft_loss"}, "^--loss-type must be unset with"),
+        ("miles", {"correction": BATCH}, {}, "^normalize must be 'none' with miles"),
+        ("slime", {**CURRENT, "max_nonfinite_share": 0.1}, {}, "^max_nonfinite_share must be unset with slime and old"),
+        ("miles", {"max_nonfinite_share": 0.1}, {}, "^max_nonfinite_share must be unset with miles"),
         ("miles", {"correction": "token-tis", "lr_rule": "mismatch"}, {}, "^signal of lr_rule must be 'length'"),
-        ("miles", {"lr_rule": "length_decay"}, {**MILES, "skip_actor_forward_only": True},
-         "^--skip-actor-forward-only must be"),
-        ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
+        ("slime", {**CURRENT, **DECAY}, {"release_train": True}, "^lr_rule must have decay_period under --rel"),
+        ("miles", DECAY, {**MILES_FLAGS, "skip_actor_forward_only": True}, "^--skip-actor-forward-only must be"),
+        ("miles", CURRENT, {"skip_actor_forward_only": True}, "^--skip-actor-forward-only must be off"),
+        ("slime", DECAY, {"no_save_optim": True}, "whose checkpoints hold no state of it"),
+        ("miles", DECAY, {"indep_dp": True}, "share no process group"),
+        ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k=20 draws from a part"),
+        ("slime", {}, {"train_backend": "fsdp"}, "must be megatron, got fsdp"),
+        ("slime", {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, {}, "'mine'.*ratio, k2"),
+        ("slime", {"correction": {"weight": {"upper": "measured"}}}, {}, "keeps no bound"),
+        ("slime", {"correction": "centered"}, {}, "centering must be 'none' in a hook, which gets no top"),
+        ("slime", {"correction": "cispo"}, {}, "surrogate must be null or 'ppo' in a hook"),
+        ("miles", {"correction": {"weight": {"growth": "sqrt_lag"}}}, {}, "growth must not be used in"),
+        ("slime", {"correction": {"preset": "token-tis", "old": "rollout"}}, {}, "count it twice"),
+        ("slime", OLD_ROLLOUT, {"advantage_estimator": "gspo"}, "gspo with the loss .* because old is 'rollout'"),
+        ("slime", {"correction": NEGATIVE}, {"advantage_estimator": "cispo"}, "because a rejection reads advantages"),
+        ("slime", OLD_ROLLOUT, {"allgather_cp": True, "context_parallel_size": 2}, "zigzag"),
+        ("miles", {"inplace_backward": True}, {"true_on_policy_mode": True}, "because inplace_backward is true: there"),
+        ("slime", OLD_ROLLOUT, {"use_opsm": True}, "--use-opsm must be off.*off-policy-sequence-mask"),
+        ("slime", CURRENT, {"global_batch_size": 1}, "--global-batch-size.*got 4 of them"),
+        ("slime", CURRENT, {"num_steps_per_rollout": 2}, "got 2 of them"),
+        ("slime", CURRENT, {"custom_pg_loss_reducer_function_path": "my.own"}, "which does not call it"),
+        ("slime", SUMS, {"custom_pg_loss_reducer_function_path": "my.own"}, "must be unset with enable, which sets it"),
+        ("slime", SUMS, {"calculate_per_token_loss": True}, "^--calculate-per-token-loss must be set exactly"),
         ("slime", {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
+        ("miles", SUMS, {"qkv_format": "bshd", "context_parallel_size": 2}, "must be thd"),
         ("slime", {"routes": True}, {}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
-        ("miles", {"routes": True, "correction": {"old": "current"}}, {"use_rollout_routing_replay": True},
-         "^megatron_rc.correction.old must be 'recompute' with megatron_rc.routes"),
+        ("slime", {"routes": True, **CURRENT}, REPLAYED, "^routes must be false with slime and old 'current'"),
+        ("miles", {"routes": True, **CURRENT}, REPLAYED, "^megatron_rc.correction.old must be 'recompute' with"),
+        ("slime", {"routes": True}, {**REPLAYED, "qkv_format": "bshd"}, "packed zigzag slices"),
+        ("miles", {"routes": True}, {**REPLAYED, "recompute_loss_function": True}, "every micro-batch once"),
     ],
 )  # fmt: skip
 def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
@@ -253,19 +226,33 @@ def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
     args = command_line(key, **changes)
     with pytest.raises(ValueError, match=sentence) as refusal:
         slime.enable(args)
+    assert "\n" not in str(refusal.value)
     if host:
-        args = command_line(key, **changes)
-        found = _WithDefaults(args, DEFAULTS)
+        found = WithDefaults(command_line(key, **changes), DEFAULTS)
         problems = [rule.mistake(found) for rule in HOSTS[host].flag_rules if rule.severity == "error"]
         assert any(problem and str(refusal.value).startswith(problem) for problem in problems), problems
 
 
-def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
-    for key in ({"correction": "token-tis", "lr_rule": "mismatch"}, {"correction": BATCH}, {"correction": "token-mis"}):
-        args = command_line(key)
-        assert names(args, "enable") and flag("enable").endswith(PATH + "enable")
-        found = _WithDefaults(args, DEFAULTS)
-        assert [rule.name for rule in HOSTS["slime"].flag_rules if rule.wrong(found)] == []
+@pytest.mark.parametrize(
+    ("host", "key", "changes"),
+    [
+        ("slime", {"correction": "token-tis", "lr_rule": "mismatch"}, {}),
+        ("slime", {"correction": {**BATCH, **NEGATIVE}}, {}),
+        ("slime", {"correction": "token-mis"}, {"true_on_policy_mode": True, "advantage_estimator": "gspo"}),
+        ("slime", {"correction": "token-tis"}, {"allgather_cp": True, "context_parallel_size": 2}),
+        ("slime", {"correction": BATCH}, {"use_tis": True, "use_critic": True}),
+        ("slime", DECAY, {"release_train": True}),
+        ("miles", {"lr_rule": {"rule": "length_decay", "decay_period": 9}}, {"release_train": True}),
+        ("slime", {"correction": "token-tis"}, {"custom_pg_loss_reducer_function_path": "my.own"}),
+    ],
+)
+def test_what_enable_can_do_is_no_mistake_for_doctor(
+    host: str, key: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = command_line(key, **changes)
+    assert [rule.name for rule in HOSTS[host].flag_rules if rule.wrong(WithDefaults(args, DEFAULTS))] == []
+    inside(host, monkeypatch)
+    slime.enable(args)
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])

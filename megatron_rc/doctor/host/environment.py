@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
 from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.integrations.flag_rules import MEGATRON_RULES, FlagRule
+from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.symbols import Host
 from megatron_rc.versions import MEGATRON_CORE, TRITON, installing, is_older, is_release
 
@@ -86,11 +87,10 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
 def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
     if facts.without_rl:
         return good(f"`{facts.without_rl}` has no policy gradient that a gap could spoil")
-    other = "unpatched runs" if facts.flags.names_beginning("rc-") else "patched runs"
     missing: Undecided | None = None
     for rule in rules:
         try:
-            if rule.made_by != other and (mistake := rule.mistake(facts.args)):
+            if mistake := rule.mistake(facts.args):
                 return Finding(rule.name, rule.severity, mistake, rule.fix)
         except Undecided as fact:
             missing = missing or fact

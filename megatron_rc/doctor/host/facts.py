@@ -10,7 +10,7 @@ from platform import python_version
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.doctor.host.overrides import Overrides
 from megatron_rc.doctor.registry import Undecided
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS
 from megatron_rc.integrations.hosts import HOSTS, host_named
 from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
 from megatron_rc.versions import find_module, installed_version, megatron_core_version

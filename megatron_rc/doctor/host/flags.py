@@ -76,8 +76,10 @@ class Flags:
         if self.hidden:
             raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:MAX_NAMED])}", EXPANDED)
 
-    def names_beginning(self, *starts: str) -> list[str]:
-        return [name for name in self._values if name.startswith(starts)]
+    @property
+    def patched(self) -> bool:
+        """Whether `megatron-rc patch` starts the script."""
+        return any(name.startswith("rc-") for name in self._values)
 
 
 class Arguments:
@@ -92,6 +94,7 @@ class Arguments:
 
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], config_flag: str | None) -> None:
         self._flags, self._defaults, self._config_flag = flags, defaults, config_flag
+        self.patched = flags.patched
 
     @property
     def program(self) -> str:

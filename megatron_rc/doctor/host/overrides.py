@@ -41,7 +41,7 @@ class Overrides:
         for path, text in _overrides_of(flags.words).items():
             _put(self._tree, path.split("."), None if text is None else _value_of(text))
         self._maybe = set(_overrides_of(flags.maybe))
-        self.variables = flags.variables
+        self.variables, self.patched = flags.variables, flags.patched
 
     def __getitem__(self, path: str) -> Any:
         return self._read(path, MAX_REFERENCES)

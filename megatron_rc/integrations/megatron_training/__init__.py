@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by

@@ -1,6 +1,7 @@
 """Flags of a program around `megatron.training.pretrain` that the patch refuses."""
 
-from megatron_rc.integrations.flag_rules import FlagRule, captures_iteration
+from megatron_rc.integrations.facts import captures_iteration
+from megatron_rc.integrations.flag_rules import FlagRule
 
 NAME = "megatron-training"
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse, refuse_correction
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import HoldsRule

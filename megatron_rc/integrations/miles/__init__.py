@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.flag_rules import MILES_RULES
-from megatron_rc.integrations.slime.settings import MILES, recipe
+from megatron_rc.integrations.slime.chosen_hooks import recipe
+from megatron_rc.integrations.slime.flag_rules import rules_for
+from megatron_rc.integrations.slime.settings import MILES
 from megatron_rc.versions import version_of_tree
 
 HOST = replace(
@@ -29,9 +30,9 @@ HOST = replace(
         },
     ),
     read_version=partial(version_of_tree, "miles"),
-    recipe=partial(recipe, whole_rollouts=MILES.whole_rollouts),
+    recipe=partial(recipe, host=MILES),
     tested="commit 31f1ca961a94",
     where="Put a clone of radixark/miles on PYTHONPATH.",
-    flag_rules=MILES_RULES,
+    flag_rules=rules_for(MILES),
     without_rl="--loss-type[ =]sft_loss",
 )

@@ -9,10 +9,12 @@
 docs/hosts/ms_swift.md has the recipe.
 """
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.versions import MS_SWIFT, stated_version
 
@@ -20,21 +22,22 @@ OURS = f"{__name__}.hooks"
 TRAINER = "swift.megatron.trainers.grpo_trainer"
 MODE = "rollout_importance_sampling_mode"
 
+FACTS = {
+    "temperature": stated_by("--temperature"),
+    "narrowed": narrowed_by("--top_p", "--top_k"),
+    "own_correction": Fact(
+        lambda args: args.patched and (mode := getattr(args, MODE)) and f"--{MODE} {mode}", f"--{MODE}"
+    ),
+}
 RULES = (
-    FlagRule("two-corrections", lambda args: getattr(args, MODE), f"--{MODE} {{found}} counts pi / mu a second time",
-        f"Drop --{MODE}.", good="one correction at most acts", made_by="patched runs"),
-    FlagRule("two-corrections", lambda args: getattr(args, MODE) == "sequence_mask",
+    # examples of the host sample so, and have run
+    *(replace(rule, severity="warning") if rule.name == "top-p-top-k" else rule for rule in rules_of(FACTS)),
+    FlagRule("two-corrections", lambda args: not args.patched and getattr(args, MODE) == "sequence_mask",
         f"--{MODE} sequence_mask keeps token weights without a bound in the sequences that it keeps",
-        "Use token_truncate, or the correction seq-mask-tis of megatron_rc.", severity="warning",
-        made_by="unpatched runs"),
-    FlagRule("loss-type", lambda args: args.loss_type == "real", "--loss_type real multiplies no weights into its loss",
-        "Use grpo, dapo, bnpo, dr_grpo or cispo.", good="the loss reads the weights", made_by="patched runs"),
-    FlagRule("temperature", lambda args: args.temperature <= 0,
-        "a greedy sampler has no log-prob that the trainer's could be compared with", "Set --temperature above 0.",
-        good="the sampler's temperature is above 0"),
-    FlagRule("top-p-top-k", lambda args: args.top_p not in (None, 1) or (args.top_k or -1) > 0,
-        "the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
-        "Set --top_p 1 and --top_k -1.", good="tokens are sampled from the whole vocabulary", severity="warning"),
+        "Use token_truncate, or the correction seq-mask-tis of megatron_rc.", severity="warning"),
+    FlagRule("loss-type", lambda args: args.patched and args.loss_type == "real",
+        "--loss_type real multiplies no weights into its loss",
+        "Use grpo, dapo, bnpo, dr_grpo or cispo.", good="the loss reads the weights"),
 )  # fmt: skip
 DEFAULTS = {**MEGATRON_DEFAULTS, MODE: None, "loss_type": "grpo", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """Arguments that the rules read, with the host's own defaults."""

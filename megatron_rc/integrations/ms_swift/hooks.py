@@ -8,7 +8,8 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import MEGATRON_RULES, refuse, refuse_correction
+from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.ms_swift import DEFAULTS, MODE, RULES
 from megatron_rc.integrations.symbols import Function

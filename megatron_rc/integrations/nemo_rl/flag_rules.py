@@ -1,9 +1,10 @@
-"""Settings of NeMo-RL that are wrong or widen the gap, for doctor; `refusals` has what stops a patched run."""
+"""Settings of NeMo-RL that are wrong or widen the gap: doctor finds them, and a patched run refuses the errors."""
 
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
-from megatron_rc.integrations.hf_checkpoint import checkpoint_rules, read_checkpoint
+from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"
@@ -22,83 +23,73 @@ DEFAULTS: dict[str, Any] = {
 """Settings that the rules read, by dotted path, with the defaults of examples/configs/grpo_math_1B.yaml."""
 
 
-def _is_fp8(args: Any) -> bool:
-    return args[f"{_VLLM}.precision"] == "fp8" or str(args[f"{_VLLM}.kv_cache_dtype"]).startswith("fp8")
-
-
 _PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
+_MCORE, _ASYNC = "policy.megatron_cfg.enabled", "grpo.async_grpo.enabled"
+_BOUND = f"Set {_CORRECTION}=true and {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}."
 
-SAMPLING_RULES = sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode")
-DATA_PLANE = FlagRule("data-plane", lambda args: args["data_plane.enabled"],
+
+def _quantized(args: Any) -> str:
+    for path in (f"{_VLLM}.precision", f"{_VLLM}.kv_cache_dtype"):
+        if str(args[path]).startswith("fp8"):
+            return f"{path}={args[path]}"
+    return f"{_GENERATION}.quant_cfg={args[f'{_GENERATION}.quant_cfg']}" if args[f"{_GENERATION}.real_quant"] else ""
+
+
+def _own_correction(args: Any) -> str:
+    if args.patched and args[_TRUNCATION] is not None:
+        return f"{_TRUNCATION}={args[_TRUNCATION]}"
+    # the host demands it of these runs, and the patch takes it off the loss
+    demanded = args[_ASYNC] or args[f"{_VLLM}.precision"] == "fp8"
+    return _CORRECTION if args.patched and args[_CORRECTION] and not demanded else ""
+
+
+FACTS = {
+    "temperature": stated_by(f"{_GENERATION}.temperature"),
+    "logprobs_mode": stated_by(f"{_VLLM}.logprobs_mode"),
+    "own_correction": Fact(_own_correction, fix=f"Set {_TRUNCATION}=null and {_CORRECTION}=false."),
+    "quantized": Fact(_quantized),
+    "stale": stated_by(_ASYNC),
+    "bounded": Fact(lambda args: args.patched or (args[_CORRECTION] and args[_TRUNCATION] is not None), fix=_BOUND),
+    "quantized_checkpoint": Fact(lambda args: quantized(args[_MODEL]), f"{_VLLM}.precision=fp8"),
+    "experts": Fact(lambda args: with_experts(args[_MODEL])),
+    # no other backend of the host can replay
+    "routes_replayed": Fact(lambda args: args[_REPLAY] or not args[_MCORE], fix=f"Set {_REPLAY}=true, with vLLM."),
+    "routers": Fact(lambda args: with_experts(args[_MODEL]) and args[_MCORE]),
+    "router_dtype": stated_by("policy.megatron_cfg.moe_router_dtype"),
+}
+DATA_PLANE = FlagRule("data-plane", lambda args: args.patched and args["data_plane.enabled"],
     "with the data plane no rollout is on the process that runs the script, where it is corrected",
-    "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script",
-    made_by="patched runs")  # fmt: skip
-"""A patched run refuses it."""
-CORRECTED_RULES = (
-    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
-        "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
-        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist", made_by="patched runs"),
-    FlagRule("two-corrections", lambda args: args[_TRUNCATION] is not None,
-        f"{_TRUNCATION}={{args[{_TRUNCATION}]}} would correct the same gap twice",
-        f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs"),
-    FlagRule("two-corrections",
-        lambda args: args[_CORRECTION] and not args["grpo.async_grpo.enabled"] and args[f"{_VLLM}.precision"] != "fp8",
-        f"{_CORRECTION} counts pi / mu a second time",
-        f"Set {_CORRECTION}=false.", made_by="patched runs"),
-)  # fmt: skip
-"""Mistakes of a patched run with a correction, which refuses them and those of SAMPLING_RULES."""
+    "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script")  # fmt: skip
+"""Refused without a correction, too."""
 RULES = (
-    *SAMPLING_RULES,
-    FlagRule("fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
-        "rollouts are FP8 and use_importance_sampling_correction is off: NeMo-RL refuses to start",
+    FlagRule("quantized-rollouts",
+        lambda args: (by := _quantized(args)) and f"{_VLLM}." in by and not args[_CORRECTION] and by,
+        "{found} quantises rollouts and use_importance_sampling_correction is off: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts are not quantised, or corrected"),
-    FlagRule("fp8-rollouts",
-        lambda args: _is_fp8(args) and args[_TRUNCATION] is None,
-        "rollouts are FP8 and nothing bounds their importance weights",
-        f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
-        made_by="unpatched runs"),
-    FlagRule("fp8-rollouts",
-        lambda args: args[f"{_GENERATION}.real_quant"] and (not args[_CORRECTION] or args[_TRUNCATION] is None),
-        "real_quant quantises rollouts by {args[policy.generation.quant_cfg]}, and nothing bounds their importance "
-        "weights",
-        f"Set {_CORRECTION}=true and {_TRUNCATION}=tis, or {_PATCH}.", severity="warning", made_by="unpatched runs"),
-    *checkpoint_rules(_MODEL,
-        quantize=f"quantise rollouts with {_VLLM}.precision=fp8",
-        # no other backend of the host can replay
-        replays=lambda args: bool(args[_REPLAY]) or not args["policy.megatron_cfg.enabled"],
-        replay=f"Set {_REPLAY}=true, with vLLM."),
-    FlagRule("asynchronous-rollouts", lambda args: args["grpo.async_grpo.enabled"] and not args[_CORRECTION],
+    FlagRule("asynchronous-rollouts", lambda args: args[_ASYNC] and not args[_CORRECTION],
         "asynchronous GRPO runs only with use_importance_sampling_correction: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts come from the current weights, or are corrected"),
-    FlagRule("asynchronous-rollouts",
-        lambda args: args["grpo.async_grpo.enabled"] and args[_TRUNCATION] is None,
-        "rollouts come from older weights and nothing bounds their importance weights",
-        f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
-        made_by="unpatched runs"),
+    *rules_of(FACTS),
     FlagRule("trajectory-age",
-        lambda args: args["grpo.async_grpo.enabled"] and args["grpo.async_grpo.max_trajectory_age_steps"] > 1
+        lambda args: args[_ASYNC] and args["grpo.async_grpo.max_trajectory_age_steps"] > 1
         and not args["grpo.async_grpo.in_flight_weight_updates"],
         "rollouts may be {args[grpo.async_grpo.max_trajectory_age_steps]} steps old, and engines take no new weights "
         "while they generate",
         "Set grpo.async_grpo.in_flight_weight_updates=true, or max_trajectory_age_steps=1.",
         good="rollouts are at most one step old, or engines take new weights as they generate", severity="note"),
-    FlagRule("router-dtype",
-        lambda args: read_checkpoint(args[_MODEL]).is_moe and args["policy.megatron_cfg.enabled"]
-        and args["policy.megatron_cfg.moe_router_dtype"] in (None, "none", "None"),
-        "router logits in the model's precision have ties, which every engine breaks in its own way",
-        "Set policy.megatron_cfg.moe_router_dtype=fp32.", good="router logits are fp32 or more, or the model is dense",
-        severity="warning"),
     FlagRule("sequence-weights",
-        lambda args: args["loss_fn.sequence_level_importance_ratios"] and args[_CORRECTION],
+        lambda args: not args.patched and args["loss_fn.sequence_level_importance_ratios"] and args[_CORRECTION],
         "with sequence_level_importance_ratios the host's weight is exp(sum of log-ratios) of the sequence, which is "
         "far from 1 for long responses",
         f"Set {_CORRECTION}=false and {_PATCH.replace('token-tis', 'geo-mask')}.",
-        good="no weight is a product over a sequence", severity="warning", made_by="unpatched runs"),
+        good="no weight is a product over a sequence", severity="warning"),
     DATA_PLANE,
-    *CORRECTED_RULES,
+    FlagRule("ratio-of-one", lambda args: args.patched and args["loss_fn.force_on_policy_ratio"],
+        "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
+        "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist"),
     FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
         "force_on_policy_ratio sets the ratio to 1 and leaves out the log-probs before the update, so the gap to the "
         "sampler is not measured",
-        "Set loss_fn.force_on_policy_ratio=false.", severity="note", made_by="unpatched runs"),
+        "Set loss_fn.force_on_policy_ratio=false.", severity="note"),
 )  # fmt: skip
 """Read at commit 7ea279abfbeb."""

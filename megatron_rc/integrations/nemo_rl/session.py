@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.flag_rules import refuse_by_path, refuse_correction, value_at
-from megatron_rc.integrations.nemo_rl.flag_rules import CORRECTED_RULES, DATA_PLANE, DEFAULTS, SAMPLING_RULES
+from megatron_rc.integrations.nemo_rl.flag_rules import DATA_PLANE, DEFAULTS, RULES
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule
@@ -69,7 +69,7 @@ def refuse(session: Session, config: Any) -> None:
     at = partial(value_at, config)
     corrects, decays = session.correction is not None, session.lr_rule is not None
     weight = session.correction.weight if session.correction is not None else None
-    refuse_by_path([DATA_PLANE, *(CORRECTED_RULES + SAMPLING_RULES) * corrects], at, DEFAULTS)
+    refuse_by_path(RULES if corrects else [DATA_PLANE], at, DEFAULTS)
     for wrong, sentence in (
         (corrects and at("loss_fn.score_centering"), "loss_fn.score_centering must be false next to the correction of "
          "megatron_rc: its term is centred for the host's own weights"),

@@ -1,29 +1,34 @@
-"""The hosts slime and miles: functions for their path flags, which take ``megatron_rc.integrations.slime.<function>``.
+"""The hosts slime and miles, which load functions by path: their flag --custom-megatron-init-path names `enable`.
 
 What runs when, on the training processes of the host:
 
-1. `enable`, before the model is built, names the other hooks that the settings need. It calls `check`, which refuses
-   flags and settings that they cannot honour, and which may be named instead.
+1. `enable`, before the model is built, names the hooks that the settings need, and refuses flags and settings that
+   they cannot honour.
 2. `before_log_prob`, before the pass over the old log-probs, lets the routers say what they would choose.
 3. `rollout_data` (slime only) corrects a whole rollout before its update.
 4. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
 5. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` replaces it;
    `pg_loss_reducer` sums either.
 
-docs/hosts/slime.md has the recipe. A function is imported when it is first used: doctor reads this package without
+docs/hosts/slime.md has the recipe. Hooks are imported when the host loads them: doctor reads this package without
 torch.
 """
 
+import logging
+import sys
+from argparse import Namespace
 from functools import partial
-from importlib import import_module
-from typing import Any
 
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, SLIME_RULES
-from megatron_rc.integrations.slime.settings import HOOKS, SLIME, recipe
+from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.flag_rules import WithDefaults, refuse
+from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
+from megatron_rc.integrations.slime.settings import FAMILY, SLIME, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
-__all__ = ["HOST", *sorted(HOOKS)]
+__all__ = ["HOST", "enable"]
+_logger = logging.getLogger(__name__)
 
 _DIFFERENCES = (
     "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its sequence; "
@@ -65,22 +70,46 @@ HOST = Host(
     ),
     versions=(),
     read_version=partial(version_of_tree, "slime"),
-    recipe=partial(recipe, whole_rollouts=SLIME.whole_rollouts),
+    recipe=partial(recipe, host=SLIME),
     tested="commit 624b824a898a",
     differences=_DIFFERENCES,
     where="Put a clone of THUDM/slime on PYTHONPATH.",
-    flag_rules=SLIME_RULES,
+    flag_rules=rules_for(SLIME),
     without_rl="--loss-type[ =]sft_loss",
     flag_defaults=DEFAULTS,
     config_flag="custom-config-path",
 )
 
 
-_FILES = {"check": "enable", "pg_loss_reducer": "tis", "before_log_prob": "rollout_data"}
-"""Hook -> its file in hooks/, where that has another name."""
+def enable(args: Namespace) -> None:
+    """Set the arguments that switch on the hooks which the settings need; refuse what those cannot do.
 
+    Both hosts call it in every training process before they read these arguments: slime reads them in its actor after
+    this hook, in its loss and before its train step, miles likewise. Arguments that only the driver process reads stay
+    as they are.
 
-def __getattr__(name: str) -> Any:
-    if name not in HOOKS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.hooks.{_FILES.get(name, name)}"), name)
+    With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds. Where train data is
+    dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the log-probs then computes
+    the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of the whole vocabulary and
+    the log-probs of the kept ids.
+
+    Raises:
+        ValueError: one sentence that names the flag or field to change.
+    """
+    from megatron_rc.collectives import is_first_process
+    from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
+
+    # the host whose process this is has loaded the module which calls this hook
+    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
+    if len(loaded) != 1:
+        raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
+    complete = WithDefaults(args, DEFAULTS)
+    values = assignments(complete, loaded[0])
+    vars(args).update(values)
+    refuse((*MEGATRON_RULES, *own_rules(loaded[0])), args, DEFAULTS)
+    if read(args).lr_rule is not None:
+        remember_loaded_states()
+    if dumps_train_data(complete) and complete.rollout_top_p == 1:
+        args.use_rollout_entropy = True
+    if is_first_process():
+        _logger.info("megatron_rc: %s", ", ".join(f"{name}={value}" for name, value in sorted(values.items())))

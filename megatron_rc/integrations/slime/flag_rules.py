@@ -1,32 +1,12 @@
-"""Flags of slime and miles that are wrong: those that the hooks refuse, and those that doctor warns about."""
+"""Flags of slime and miles that are wrong: those that `enable` refuses, and those that doctor warns about."""
 
-from argparse import Namespace
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import (
-    MEGATRON_DEFAULTS,
-    ROUTER_FUSION,
-    FlagRule,
-    refuse,
-    refused,
-    uncorrected_rules,
-)
-from megatron_rc.integrations.hf_checkpoint import read_checkpoint
-from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
-from megatron_rc.integrations.slime.settings import (
-    HOOKS,
-    KEY,
-    MILES,
-    SLIME,
-    Member,
-    SlimeSettings,
-    assignments,
-    flag,
-    names,
-    read,
-)
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule, refused
+from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
+from megatron_rc.integrations.slime.chosen_hooks import assignments
+from megatron_rc.integrations.slime.settings import ENABLE, KEY, Member, is_enabled, read
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
@@ -35,14 +15,13 @@ DEFAULTS: dict[str, Any] = {
     ),
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
     **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
-    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor", "use_opd"), False),
+    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor"), False),
     **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization"), None),
     **{"recompute_loss_function": False, "no_save_optim": False, "moe_expert_capacity_factor": None},
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
-    **{"kl_coef": 0.0, "sglang_kv_cache_dtype": "auto"},
-    **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
+    **{"sglang_kv_cache_dtype": "auto", "rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
     **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
 }
 """Arguments that the rules read, with the hosts' own defaults."""
@@ -54,16 +33,24 @@ def dumps_train_data(args: Any) -> bool:
 
 
 def _corrects(args: Any) -> bool:
-    """Whether the host, or a hook of ours that is named, acts on the gap between sampler and trainer."""
-    ours = any(names(args, hook) for hook in ("tis", "loss", "rollout_data", "enable"))
-    if args.use_rollout_logprobs or (not ours and (args.use_tis or args.custom_loss_function_path)):
-        return True
-    return ours and not refused(read, args) and read(args).correction.acts
+    """Whether the host or `enable` acts on the gap between sampler and trainer."""
+    if is_enabled(args):
+        return not refused(read, args) and read(args).correction.acts
+    return bool(args.use_rollout_logprobs or args.use_tis or args.custom_loss_function_path)
 
 
-def _is_quantized(args: Any) -> bool:
-    fp8_cache = str(args.sglang_kv_cache_dtype).startswith("fp8")
-    return bool(args.sglang_quantization) or fp8_cache or read_checkpoint(args.hf_checkpoint).is_quantized
+def _quantized(args: Any) -> str:
+    if args.sglang_quantization:
+        return f"--sglang-quantization={args.sglang_quantization}"
+    if str(args.sglang_kv_cache_dtype).startswith("fp8"):
+        return f"--sglang-kv-cache-dtype={args.sglang_kv_cache_dtype}"
+    return f"--hf-checkpoint={args.hf_checkpoint}" if quantized(args.hf_checkpoint) else ""
+
+
+def _experts(args: Any) -> Checkpoint | None:
+    if args.num_experts is not None:
+        return Checkpoint("the model", False, True, "--num-experts")
+    return with_experts(args.hf_checkpoint)
 
 
 def _is_async(args: Any) -> bool:
@@ -71,25 +58,21 @@ def _is_async(args: Any) -> bool:
     return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
 
 
-OWN_RULES = (
-    *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
-    FlagRule("moe-replay",
-        lambda args: (args.num_experts is not None or read_checkpoint(args.hf_checkpoint).is_moe)
-        and not args.use_rollout_routing_replay,
-        "the model is a mixture of experts, and trainer and engine choose experts by themselves",
-        "Add --use-rollout-routing-replay.", good="routes are replayed, or nothing says that the model has experts",
-        severity="warning"),
-    FlagRule("router-fusion",
-        lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
-        ROUTER_FUSION.problem, ROUTER_FUSION.fix),
+FACTS = {
+    "temperature": stated_by("--rollout-temperature"),
+    "quantized": Fact(_quantized),
+    "stale": Fact(_is_async),
+    "bounded": Fact(_corrects, fix=f"Add --use-tis, or {ENABLE} with a correction."),
+    "experts": Fact(_experts),
+    "routes_replayed": stated_by("--use-rollout-routing-replay", "Add --use-rollout-routing-replay."),
+    "fused_router": stated_by("--moe-router-fusion"),
+    "replays": Fact(lambda args: args.use_routing_replay or args.use_rollout_routing_replay),
+}
+_RULES = (
     FlagRule("ratio-counted-twice",
         lambda args: args.use_rollout_logprobs and args.use_tis,
         "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
         "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once"),
-    FlagRule("temperature", lambda args: args.rollout_temperature <= 0,
-        "a greedy sampler has no log-prob that the trainer's could be compared with",
-        "Set --rollout-temperature above 0.", good="the trainer divides its logits by the sampler's temperature"),
-    TOP_K,
     FlagRule("tis-function",
         lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
         "it is never called, so nothing is corrected", "Add --use-tis.", good="it is called, or none is given"),
@@ -102,16 +85,14 @@ OWN_RULES = (
         "it is never called with --loss-type {args.loss_type}",
         "Add --loss-type custom_loss.", good="it is called, or none is given"),
     FlagRule("batch-normalised-weights",
-        lambda args: args.tis_batch_normalize and not any(names(args, hook) for hook in HOOKS),
+        lambda args: args.tis_batch_normalize and not is_enabled(args),
         "weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
-        f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {flag('rollout_data')}.",
+        f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {ENABLE}.",
         good="no weight depends on how the batch was cut", severity="warning"),
     FlagRule("entropy-of-the-dump",
-        lambda args: dumps_train_data(args)
-        and not args.use_rollout_entropy
-        and not any(names(args, hook) for hook in ("check", "enable")),
+        lambda args: dumps_train_data(args) and not args.use_rollout_entropy and not is_enabled(args),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
-        f"Add {flag('enable')} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
+        f"Add {ENABLE} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
         good="a dump of train data holds the entropy of the policy, or none is written", severity="note"),
     FlagRule("entropy-of-the-dump",
         lambda args: dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
@@ -121,53 +102,20 @@ OWN_RULES = (
 )  # fmt: skip
 
 
-def _is_named(hook: str, args: Any) -> bool:
-    return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
+def own_rules(host: Member) -> tuple[FlagRule, ...]:
+    """Mistakes in the flags of a host."""
+    return (*rules_of({**FACTS, "narrowed": narrowed_by(*host.not_recorded)}), *_RULES)
 
 
-def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
-    """The same mistakes for doctor, each made only where the host's arguments, or `enable`, name the hook."""
-
-    def given(args: Any) -> Given:
-        read(args)  # raises ValueError where the settings cannot be read
-        chosen = assignments(args, whole_rollouts=host.whole_rollouts) if names(args, "enable") else {}
-        return Given(args, chosen)
-
-    def mistake(hook: str, rule: FlagRule, args: Any) -> str | None:
-        # the rule hook-settings says why the settings cannot be read
-        run = None if refused(given, args) else given(args)
-        return rule.mistake(run) if run and _is_named(hook, run) else None
-
+def rules_for(host: Member) -> tuple[FlagRule, ...]:
+    """Those that doctor looks for: the settings of this package are among them."""
     return (
-        FlagRule("hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",
-            f"Change {KEY} in the YAML file of --custom-config-path.",
-            good="no hook is named, or its settings can be read"),
-        *(
-            replace(rule, wrong=partial(mistake, hook, rule), problem="{found}",
-                good=rule.good or "no hook that is named makes this mistake")
-            for hook, rules in HOOK_RULES.items() for rule in rules
-        ),
+        *own_rules(host),
+        FlagRule("key-without-enable", lambda args: getattr(args, KEY, None) is not None and not is_enabled(args),
+            f"the YAML file of --custom-config-path has the key {KEY}, and `enable`, which reads it, is not named, so "
+            "nothing is corrected",
+            f"Add {ENABLE}, and name no other function of megatron_rc.",
+            good=f"`enable` reads {KEY}, or it is not given"),
+        FlagRule("megatron-rc-settings", lambda args: is_enabled(args) and refused(assignments, args, host), "{found}",
+            "Change the setting that the sentence names.", good=f"{KEY} fits the flags, or `enable` is not named"),
     )  # fmt: skip
-
-
-_KEY_WITHOUT_HOOK = FlagRule("key-without-hook",
-    lambda args: getattr(args, KEY, None) is not None and not any(names(args, hook) for hook in HOOKS),
-    f"the YAML file of --custom-config-path has the key {KEY}, and no hook that reads it is named, so nothing is "
-    "corrected",
-    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given")  # fmt: skip
-SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
-
-MILES_TOP_P = FlagRule("top-p-top-k", lambda args: args.rollout_top_p != 1,
-    "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
-    "Drop --rollout-top-p.")  # fmt: skip
-MILES_ROLLOUT_DATA = FlagRule("rollout-data-on-miles", lambda args: names(args, "rollout_data"),
-    "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
-    "Use the hooks tis, loss or pg_loss_reducer.", good="--rollout-data-postprocess-path is unset")  # fmt: skip
-MILES_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(MILES), MILES_TOP_P, MILES_ROLLOUT_DATA)
-
-
-def settings_for(hook: str, args: Namespace) -> SlimeSettings:
-    """The settings of a run, after refusing what this hook cannot do, with what to change: `check` may not be set."""
-    settings = read(args)
-    refuse(HOOK_RULES[hook], Given(args), DEFAULTS)
-    return settings

@@ -1,6 +1,5 @@
 """The tokens that a hook of slime or miles sees: their correction, and how long responses are."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,11 +68,6 @@ def correct_tokens(
         dp_group=ranks.dp_group,
         cp_group=cp_group,
     )
-
-
-def measuring(correction: RolloutCorrection) -> RolloutCorrection:
-    """The same correction without weight and rejections: it only measures."""
-    return dataclasses.replace(correction, weight=None, reject=(), normalize="none")
 
 
 _Totals = tuple[int, int, int, int]

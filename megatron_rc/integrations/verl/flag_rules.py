@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.flag_rules import FlagRule, refused, uncorrected_rules
-from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
+from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import FlagRule, refused
+from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
 from megatron_rc.integrations.verl.refusals import (
     ACTOR,
     CORRECTION,
@@ -15,7 +16,7 @@ from megatron_rc.integrations.verl.refusals import (
     PADDING,
     ROLLOUT,
     SAMPLING,
-    SAMPLING_RULES,
+    SAMPLING_FACTS,
     STRATEGY,
     refuse_values,
 )
@@ -104,10 +105,12 @@ def _is_async(args: Any) -> bool:
     return _is_async_program(args) or (args["trainer.use_v1"] and args["trainer.v1.trainer_mode"] != "sync")
 
 
-def _is_quantized(args: Any) -> bool:
-    formats = [args[f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"] for engine in _ENGINES]
-    cache = any(str(each).startswith(("fp8", "fp4", "int8")) for each in formats)
-    return cache or any(args[path] for path in _QUANTIZED)
+def _quantized(args: Any) -> str:
+    for engine in _ENGINES:
+        cache = f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype"
+        if str(args[cache]).startswith(("fp8", "fp4", "int8")):
+            return f"{cache}={args[cache]}"
+    return next((f"{path}={args[path]}" for path in _QUANTIZED if args[path]), "")
 
 
 def _is_megatron(args: Any) -> bool:
@@ -118,14 +121,25 @@ def _can_replay(args: Any) -> bool:
     return _is_megatron(args) or "veomni" in (args["model_engine"], args[STRATEGY])
 
 
+FACTS = {
+    **SAMPLING_FACTS,
+    "rollout_logprobs": stated_by(f"{ROLLOUT}.calculate_log_probs", f"Set {ROLLOUT}.calculate_log_probs=True."),
+    "corrected": Fact(_corrects),
+    "quantized": Fact(_quantized),
+    "stale": Fact(_is_async),
+    "bounded": Fact(
+        lambda args: _corrects(args) or _is_bypass(args),
+        fix=f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'.",
+    ),
+    "quantized_checkpoint": Fact(lambda args: quantized(args[_MODEL]), f"{ROLLOUT}.quantization=fp8"),
+    "experts": Fact(lambda args: with_experts(args[_MODEL])),
+    "routes_replayed": Fact(
+        lambda args: {args[_REPLAY], args[_VEOMNI_REPLAY]} != {"disabled"} or not _can_replay(args),
+        f"{_RETURNS_ROUTES}=True and {_REPLAY}=R3, or {_VEOMNI_REPLAY}=R3",
+    ),
+}
 RULES = (
-    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"] and _corrects(args),
-        "the engine returns no log-probs, so the correction cannot act",
-        f"Set {ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled"),
-    FlagRule("rollout-logprobs", lambda args: not args[f"{ROLLOUT}.calculate_log_probs"],
-        "the engine returns no log-probs, so the gap is neither measured nor corrected",
-        f"Set {ROLLOUT}.calculate_log_probs=True.", severity="note"),
-    *SAMPLING_RULES,
+    *rules_of(FACTS),
     FlagRule("correction-section", lambda args: args[CORRECTION] is None,
         f"{CORRECTION}=null: verl then never calls a correction, nor measures the gap",
         f"Leave {CORRECTION} at its defaults.", good="verl measures the gap of every rollout"),
@@ -172,12 +186,6 @@ RULES = (
         "step grows by 1 / (1 - rejected)",
         f"Correct with {VARIABLE}, whose denominator counts rejected tokens, or set trainer.use_v1=True for main_ppo.",
         good="rejected tokens stay in the denominator, or none are rejected", severity="warning"),
-    *uncorrected_rules(_is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
-        f"Set {CORRECTION}.rollout_is=token, or {VARIABLE}='{{correction: token-tis}}'."),
-    *checkpoint_rules(_MODEL,
-        quantize=f"quantise rollouts with {ROLLOUT}.quantization=fp8",
-        replays=lambda args: {args[_REPLAY], args[_VEOMNI_REPLAY]} != {"disabled"} or not _can_replay(args),
-        replay=f"Set {_RETURNS_ROUTES}=True and {_REPLAY}=R3, or {_VEOMNI_REPLAY}=R3."),
     FlagRule("two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
         f"Set {VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {LOSS}=megatron_rc.",

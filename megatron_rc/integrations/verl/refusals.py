@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule, refuse_by_path, sampler_rules, value_at
+from megatron_rc.integrations.facts import narrowed_by, rules_of, stated_by
+from megatron_rc.integrations.flag_rules import refuse_by_path, value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 
@@ -26,13 +27,11 @@ SAMPLING: dict[str, Any] = {
 }
 """What the rules read, with verl's defaults."""
 
-SAMPLING_RULES = (
-    *sampler_rules(f"{ROLLOUT}.temperature", f"{ROLLOUT}.logprobs_mode"),
-    FlagRule("top-p-top-k", lambda args: args[f"{ROLLOUT}.top_p"] < 1 or args[f"{ROLLOUT}.top_k"] > 0,
-        "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
-        "biased on every token",
-        f"Set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary"),
-)  # fmt: skip
+SAMPLING_FACTS = {
+    "temperature": stated_by(f"{ROLLOUT}.temperature"),
+    "logprobs_mode": stated_by(f"{ROLLOUT}.logprobs_mode"),
+    "narrowed": narrowed_by(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
+}
 """What makes log mu another quantity than log pi; a patched run with a correction refuses it."""
 
 
@@ -68,7 +67,7 @@ def refuse(state: VerlPatch, config: Any) -> None:
     value = partial(value_at, config)
     refuse_values(state, value)
     if state.corrects:
-        refuse_by_path(SAMPLING_RULES, value, SAMPLING)
+        refuse_by_path(rules_of(SAMPLING_FACTS), value, SAMPLING)
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:

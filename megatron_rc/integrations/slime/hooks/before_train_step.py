@@ -1,7 +1,7 @@
 """The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state.
 
 The state lies in the host's own checkpoint, next to that of Megatron's scheduler. Both hosts build the scheduler and
-load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which `check` calls before that, lets
+load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which `enable` calls before that, lets
 Megatron's schedulers keep what they load and do not know.
 """
 
@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_rc.integrations.scheduler_rule import SchedulerRule
-from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
 from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.settings import KEY, names
+from megatron_rc.integrations.slime.settings import KEY, names, read
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
@@ -63,7 +62,7 @@ class _Run(SchedulerRule):
         if state.get("rule") != self.rule.name or state[_ROLLOUT] > self.rollout_id:
             raise ValueError(
                 f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the loaded "
-                "checkpoint: load the run that had it with `enable` or `check` and without --no-load-optim, or set "
+                "checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
                 f"megatron_rc.lr_rule_start to {self.rollout_id + 1}"
             )
         self.rollout_id = state.pop(_ROLLOUT)
@@ -97,16 +96,15 @@ def before_train_step(
 
     With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
     those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
-    the loss. The host's checkpoints hold the rule's state next to the scheduler's; a resumed run needs `enable` or
-    `check` to read it.
+    the loss. The host's checkpoints hold the rule's state next to the scheduler's.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
 
     Raises:
-        ValueError: there is no rule, no hook that sees what it needs, or, in a run that resumes, no state of it.
+        ValueError: a run that resumes finds no state of the rule.
     """
-    settings = settings_for("before_train_step", args)
+    settings = read(args)
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return

@@ -10,11 +10,10 @@ from torch import Tensor
 from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
-from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
-from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
+from megatron_rc.integrations.slime.settings import SlimeSettings, names, read
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
@@ -39,7 +38,7 @@ def loss(
     Returns:
         (loss, metrics for the host's log: name -> 0-d).
     """
-    settings = settings_for("loss", args)
+    settings = read(args)
     correction = settings.correction
     LENGTHS.record(batch["response_lengths"])
     ranks = parallel()
@@ -58,7 +57,7 @@ def loss(
     before = current.detach() if old is None else old
     train = current.detach() if correction.old == "rollout" else before
     tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
-    corrected, metrics = correct_micro_batch(args, settings, tokens, not in_advantages(args, settings), advantages)
+    corrected, metrics = correct_micro_batch(correction, tokens, advantages, routes=settings.routes)
     ours = names(args, "pg_loss_reducer")
     reduce = reducer(args, *lengths, batch["loss_masks"]) if ours else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)

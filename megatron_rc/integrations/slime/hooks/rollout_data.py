@@ -9,10 +9,9 @@ import torch
 
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
-from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
 from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.routes import WATCH, Routes
-from megatron_rc.integrations.slime.settings import in_advantages
+from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
@@ -22,13 +21,12 @@ _LOST_BATCH = LostBatchWarning()
 
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
     """Watch the routers in the pass over the old log-probs, for which ``store_prefix`` is "", and in no other."""
-    settings_for("before_log_prob", args)
     WATCH.end()
     if store_prefix == "" and getattr(model[0], "role", "actor") == "actor":
         WATCH.begin(model)
 
 
-def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
+def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Multiply the weights into the advantages, once over all samples of this rank; rejected tokens get 0.
 
     A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips,
@@ -43,13 +41,11 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         ValueError: on every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite, or
             a k3 above the correction's max_k3.
     """
-    if rollout_id is None or rollout_data is None:
-        raise ValueError(MILES_ROLLOUT_DATA.refusal(MILES_ROLLOUT_DATA.problem))
-    settings = settings_for("rollout_data", args)
+    settings = read(args)
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
     ranks = parallel()
     routes = _routes(args, ranks, rollout_data) if settings.routes else None
-    if not in_advantages(args, settings) or not ranks.last_stage:
+    if not ranks.last_stage:
         return
     layout = layout_of(args, ranks, rollout_data["total_lengths"], rollout_data["response_lengths"], None)
     remedy = "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
@@ -67,7 +63,9 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         corrected = correct_tokens(tokens, settings.correction, advantages, shift.route_shift)
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
-    corrected.metrics.check(settings.max_nonfinite_share, settings.correction.max_k3)
+    given = settings.max_nonfinite_share
+    limit = {} if given is None else {"max_nonfinite_share": given}
+    corrected.metrics.check(**limit, max_k3=settings.correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))

@@ -2,16 +2,15 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.flag_rules import refuse
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
-from megatron_rc.integrations.slime.settings import in_advantages
+from megatron_rc.integrations.slime.settings import names, read
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
 
@@ -49,17 +48,20 @@ def tis(
     Returns:
         (pg_loss [N], loss_masks, name -> [N]).
     """
-    settings = settings_for("tis", args)
-    if parallel_state is not None:
-        refuse((MILES_TOP_P,), args, DEFAULTS)
+    settings = read(args)
     LENGTHS.record(response_lengths)
     ranks = parallel()
     layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)
     train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
     rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
-    weigh = args.use_tis and not in_advantages(args, settings)
+    # rollout_data has put the weights into the advantages; with a critic the user sets --use-tis all the same
+    weigh = args.use_tis and not names(args, "rollout_data")
     tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
-    corrected, metrics = correct_micro_batch(args, settings, tokens, weigh, None)
+    correction = settings.correction
+    if not weigh:
+        correction = replace(correction, weight=None, reject=(), normalize="none")
+    routes = settings.routes and not names(args, "rollout_data")
+    corrected, metrics = correct_micro_batch(correction, tokens, routes=routes)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
@@ -85,9 +87,6 @@ def pg_loss_reducer(
 
     Rejected tokens count in T_i. The lengths are in tokens, and a loss mask is [response_length]; the reducer takes the
     losses [N] of this rank.
-
-    Raises:
-        ValueError: megatron_rc.aggregation is missing or does not go with --calculate-per-token-loss.
     """
     from megatron.training.global_vars import get_args
 
@@ -99,7 +98,7 @@ def reducer(
     args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
 ) -> Reduce:
     """`pg_loss_reducer` with the host's arguments as a parameter."""
-    settings = settings_for("pg_loss_reducer", args)
+    settings = read(args)
     ranks = parallel()
     layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
     assert settings.aggregation is not None

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
 from hosts.slime.cases import Case, batch_of, hosts_own
+from hosts.slime.host import hooks
 
 from megatron_rc.integrations import slime
 
@@ -38,7 +39,7 @@ def first_steps(rank: int, host: str) -> list[dict[str, float]]:
     scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-6, 0.0, 0, 10_000, "constant", 0.0, 0.0, 0, "constant")
     logs = []
     for rollout_id in range(3):
-        slime.before_train_step(args, rollout_id, 0, model, optimizer, scheduler)
+        hooks.before_train_step(args, rollout_id, 0, model, optimizer, scheduler)
         given = {key: value for key, value in batch.items() if key != "logits"}
         _, log = module.policy_loss(args, given, batch["logits"].clone(), module.reducer(batch, args))
         scheduler.step(increment=4)

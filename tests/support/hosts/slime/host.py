@@ -3,9 +3,12 @@
 Written from the layouts alone, by enumerating which rank holds which position of a sequence.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,11 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrection, correct
 from megatron_rc.correction.correct import Corrected
+from megatron_rc.integrations.slime.settings import HOOKS, path_of
 
-PATH = "megatron_rc.integrations.slime."
+PATHS = {hook: path_of(hook).rpartition(".") for hook in HOOKS}
+hooks: Any = SimpleNamespace(**{hook: getattr(import_module(path[0]), hook) for hook, path in PATHS.items()})
+"""The hooks of megatron_rc, as the hosts load them."""
 VOCAB = 12
 SHAPES = ((3, 5), (1, 1), (9, 2), (2, 8))
 """(prompt, response) tokens of four samples; with two ranks, one of them has no response token of the third."""
@@ -40,6 +46,19 @@ def arguments(**changes: Any) -> Namespace:
         "megatron_rc": {},
     }
     return Namespace(**{**values, **changes})
+
+
+def inside(host: str, patch: Any) -> None:
+    """As in a process of this host, or of none (""); ``patch`` is pytest's monkeypatch."""
+    for other in ("slime", "miles"):
+        patch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
+    if host:
+        patch.setitem(sys.modules, f"{host}.backends.megatron_utils.initialize", ModuleType(host))
+
+
+def naming(*named: str) -> dict[str, str]:
+    """The arguments that name these hooks."""
+    return {HOOKS[hook]: path_of(hook) for hook in named}
 
 
 MILES = {

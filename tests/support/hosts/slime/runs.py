@@ -19,9 +19,8 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
-from hosts.slime.host import VOCAB, given_to_tis, positions
+from hosts.slime.host import VOCAB, given_to_tis, hooks, naming, positions
 
-from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.tokens import LENGTHS
 
 GOLDEN = Path(__file__).parent / "golden.json"
@@ -61,7 +60,7 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                 changes = {"context_parallel_size": cp, "qkv_format": "bshd" if padded else "thd"}
                 per_token = "calculate_per_token_loss" in case.both
                 reduce = whole().sum_of_sample_mean(cp_rank, cp, per_token=per_token, padded=padded)
-                results["ours", label, name] = differentiated(slime.loss, ours(case, **changes), batch, reduce, shard)
+                results["ours", label, name] = differentiated(hooks.loss, ours(case, **changes), batch, reduce, shard)
                 for host, module in real.items():
                     if host == "miles" or not padded:
                         args = hosts_own(case, host, **changes)
@@ -90,7 +89,7 @@ def _units(cp_rank: int, cp_size: int, padded: int | None = None) -> dict[str, A
         losses = torch.ones(sum(map(len, batch["log_probs"])))
         args = ours(Case(correction), use_tis=True, qkv_format="bshd" if padded else "thd")
         more = {"max_seq_lens": batch["max_seq_lens"], "parallel_state": object()} if padded else {}
-        found[name], _, _ = slime.tis(args, pg_loss=losses, **given_to_tis(batch), **more)
+        found[name], _, _ = hooks.tis(args, pg_loss=losses, **given_to_tis(batch), **more)
     return found
 
 
@@ -107,8 +106,7 @@ def _whole_rollouts(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[
     found: dict[str, Any] = {}
     half = slice(2 * rank, 2 * rank + 2) if layout == "dp2" else slice(None)
     data = {key: value[half] for key, value in batch_of(Case(), cp_rank, cp_size).items() if isinstance(value, list)}
-    path = {"rollout_data_postprocess_path": "megatron_rc.integrations.slime.rollout_data"}
-    slime.rollout_data(ours(Case(BATCH_MEAN), **path), 7, data)
+    hooks.rollout_data(ours(Case(BATCH_MEAN), **naming("rollout_data")), 7, data)
     found["advantages"] = torch.cat(data["advantages"])
     found["metrics"] = {key: value.item() for key, value in data.items() if key.startswith("rc/")}
     if layout == "dp2":

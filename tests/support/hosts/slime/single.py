@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.slime.host import Rollout, micro_batch
+from hosts.slime.host import Rollout, hooks, micro_batch
 from torch import Tensor
 
-from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import layout
 from megatron_rc.integrations.slime.hooks import before_train_step, loss, rollout_data, tis
 from megatron_rc.integrations.slime.layout import Parallel
@@ -38,6 +37,6 @@ def loss_of(whole: Rollout, args: Any, **given: Any) -> tuple[float, dict[str, f
     """Loss, log and the gradient of the logits of the hook loss; ``given`` replaces parts of the micro-batch."""
     batch = {**micro_batch(whole), **given}
     leaf = batch["logits"].clone().requires_grad_()
-    loss, log = slime.loss(args, batch, leaf * 1, whole.sum_of_sample_mean())
+    loss, log = hooks.loss(args, batch, leaf * 1, whole.sum_of_sample_mean())
     assert all(value.dim() == 0 and not value.requires_grad for value in log.values())
     return loss.item(), {name: value.item() for name, value in log.items()}, torch.autograd.grad(loss, leaf)[0]
