@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.jobs import run
 from megatron_rc.rollout.embedded.engine import EmbeddedEngine
+from megatron_rc.rollout.perturb import perturbed
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.loop import Job
 from megatron_rc.training.step.reinforce import StepSettings, StepState, reinforce_step
@@ -33,6 +35,11 @@ ESTIMATORS: dict[str, RolloutCorrection] = {
     "sequence IS": RolloutCorrection(Weight(level="sequence", upper=math.inf)),
     **{name: preset.correction for name, preset in PRESETS.items() if name != "none"},
 }
+GAPS: dict[str, dict[str, Any]] = {
+    **{f"fixed noise {scale}": {"amplify": scale} for scale in (0.2, 0.4)},
+    **{name: {"quantize": name} for name in ("int8", "int4-128")},
+}
+"""What `perturbed` does to the trainer's own weights before they sample."""
 FIRST_PROMPT = 10**7
 """Number of the first prompt in the training stream, beyond those of any run."""
 ADAM_STEP = 0.43
@@ -68,11 +75,14 @@ class Bench:
         self.engine.update_weights(self.policy.export(), self.version)
         return self._batch(self.sampler, number, draw)
 
-    def rollout_batch(self, number: int, lag: int | None) -> TokenBatch:
-        """Answers as the run samples them, or of the weights ``lag`` updates before the trainer's."""
-        if lag is None:
+    def rollout_batch(self, number: int, gap: int | str | None) -> TokenBatch:
+        """Answers as the run samples them, of the weights ``gap`` updates before, or of the trainer's, perturbed."""
+        if gap is None:
             return self._batch(self.job.sampler, number, draw=-1)
-        self.engine.update_weights(self.kept[self.version - lag].items(), self.version - lag)
+        if isinstance(gap, int):
+            self.engine.update_weights(self.kept[self.version - gap].items(), self.version - gap)
+        else:
+            self.engine.update_weights(perturbed(self.policy.export(), noise="fixed", **GAPS[gap]), self.version)
         return self._batch(self.sampler, number, draw=-1)
 
     def gradient(self, batch: TokenBatch, correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
@@ -153,9 +163,9 @@ class Truth:
 
 
 def rows_of(
-    bench: Bench, *, batches: int, draws: int, curvature_batches: int, lags: Sequence[int | None]
+    bench: Bench, *, batches: int, draws: int, curvature_batches: int, gaps: Sequence[int | str | None]
 ) -> Iterator[Row]:
-    """The rows of exact rollouts, of the run's own (lag None) and of those of younger weights."""
+    """The rows of exact rollouts and of those of `Bench.rollout_batch`."""
     started = time.process_time()
     truth = Truth(bench, batches, draws, curvature_batches)
     print(
@@ -164,24 +174,25 @@ def rows_of(
         f"{time.process_time() - started:.0f} CPU seconds"
     )
     _, metrics = bench.gradient(bench.exact_batch(0, 0), ESTIMATORS["none"])
-    yield _row(bench, truth, "exact", truth.single, [metrics], 0)
-    for lag in lags:
-        rollouts = [bench.rollout_batch(number, lag) for number in range(batches)]
+    yield _row(bench, truth, "exact", truth.single, [metrics], "")
+    for gap in gaps:
+        rollouts = [bench.rollout_batch(number, gap) for number in range(batches)]
         versions = torch.cat([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts])
-        measured_lag = bench.version - round(float(versions.double().mean()))
+        lag = bench.version - round(float(versions.double().mean()))
+        name_of_gap = gap if isinstance(gap, str) else f"lag {lag}"
         pair: list[dict[str, float]] = []
         for name, correction in ESTIMATORS.items():
             gradients, metrics_of = zip(*(bench.gradient(rollout, correction) for rollout in rollouts), strict=True)
             pair = pair or list(metrics_of)
-            yield _row(bench, truth, name, torch.stack(gradients), metrics_of, measured_lag, pair)
-        print(f"lag {measured_lag}: {time.process_time() - started:.0f} CPU seconds")
+            yield _row(bench, truth, name, torch.stack(gradients), metrics_of, name_of_gap, pair)
+        print(f"{name_of_gap}: {time.process_time() - started:.0f} CPU seconds")
 
 
 Records = Sequence[dict[str, float]]
 
 
 def _row(
-    bench: Bench, truth: Truth, name: str, gradients: Tensor, metrics: Records, lag: int, pair: Records = ()
+    bench: Bench, truth: Truth, name: str, gradients: Tensor, metrics: Records, gap: str, pair: Records = ()
 ) -> Row:
     """``pair``: metrics of an estimator with an old pass, which measures the gap before the update."""
     products = Products.of(gradients, truth.rows)
@@ -192,9 +203,9 @@ def _row(
         return statistics.fmean(next(r[n] for n in names if n in r) for r in records)
 
     return Row(
-        seed=bench.job.settings.train.seed,
+        run=0,
         step=bench.job.progress.step,
-        lag=lag,
+        gap=gap,
         estimator=name,
         k3=mean(pair or metrics, "old/k3"),
         length=mean(metrics, "response_length/mean"),

@@ -73,6 +73,8 @@ class Moments(NamedTuple):
         where it is <g*, E g_hat>^2 / (2 L E||g_hat||^2). The share does not depend on L. It is 0 where
         <g*, E g_hat> <= 0: then no learning rate makes progress.
         """
+        if not self.square:  # every token is dropped
+            return 0.0
         return max(self.inner, 0.0) ** 2 / self.square / (max(reference.inner, 0.0) ** 2 / reference.square)
 
 

@@ -45,25 +45,29 @@ PANELS = (
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
     """Draw one panel per quantity and one column per rollouts, with 90 % intervals; dashed: exact rollouts."""
-    places = sorted({(r.k3, r.step, r.lag, r.horizon_ratio) for r in rows if r.lag})
-    names = list(dict.fromkeys(row.estimator for row in rows if row.lag))
+    places = sorted({(r.k3, r.run, r.step, r.gap, r.horizon_ratio) for r in rows if r.gap})
+    names = list(dict.fromkeys(row.estimator for row in rows if row.gap))
     names.sort(key=lambda name: [*SHOWN, name].index(name))
-    figure = Figure(figsize=(15, 5.2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(26, 6), layout="constrained", facecolor="white")
     for axes, panel in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         axes.set_yscale(panel.scale)
-        for column, (k3, step, lag, _) in enumerate(places):
-            mine = {row.estimator: row for row in rows if (row.k3, row.step, row.lag) == (k3, step, lag)}
-            [exact] = [panel.value(row)[0] for row in rows if row.step == step and row.estimator == "exact"]
+        for column, (k3, run, step, gap, _) in enumerate(places):
+            of_run = [row for row in rows if (row.run, row.step) == (run, step)]
+            mine = {row.estimator: row for row in of_run if (row.k3, row.gap) == (k3, gap)}
+            [exact] = [panel.value(row)[0] for row in of_run if row.estimator == "exact"]
             ends = (column - WIDTH / 2, column + WIDTH / 2)
             axes.plot(ends, (exact, exact), color=SOFT, lw=1.2, ls="--", label="exact rollouts")
             for number, name in enumerate(names):
-                if mine[name].dropped <= DROPS_ALL:
+                if name in mine and mine[name].dropped <= DROPS_ALL:
                     place = column + WIDTH * ((number + 0.5) / len(names) - 0.5)
                     value, error = panel.value(mine[name])
                     color, marker, label = SHOWN.get(name, OTHER)
                     look = {"color": color, "marker": marker, "label": label, "ms": 5, "ls": "", "lw": 1, "capsize": 0}
                     axes.errorbar([place], [value], yerr=[[Z90 * error]] * 2, **look)
-        labels = [f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nstep {step}, {lag} old" for k3, step, lag, ratio in places]
+        labels = [
+            f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nrun {run}\nstep {step}\n" + gap.replace(" ", "\n", 1)
+            for k3, run, step, gap, ratio in places
+        ]
         axes.set_xticks(range(len(places)), labels)
         axes.set_ylim(panel.low, panel.high)
         axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
@@ -73,7 +77,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
-    title = "Estimates of the policy gradient from old rollouts, at checkpoints of one run that corrects nothing"
+    title = "Estimates of the policy gradient from rollouts of other weights, at checkpoints of uncorrected runs"
     figure.suptitle(title, fontsize=12, color=TEXT)
     figure.savefig(path, dpi=110)
     return path

@@ -11,11 +11,12 @@ MEASURED = ("cosine", "norm_ratio", "squared_bias", "variance", "progress")
 class Row(NamedTuple):
     """Squared norms and inner products are free of plug-in bias; errors are standard errors over batches."""
 
-    seed: int
+    run: int
+    """From 1 on; the same seed trains otherwise on another processor."""
     step: int
     """Finished steps of the run at the checkpoint."""
-    lag: int
-    """Updates since the rollouts' weights; 0 for exact rollouts."""
+    gap: str
+    """What differs in the weights that the rollouts come from, such as "lag 16"; empty for exact rollouts."""
     estimator: str
     k3: float
     """KL(mu||pi) of the rollouts, nats per token."""

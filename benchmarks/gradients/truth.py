@@ -1,13 +1,13 @@
 """Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
 
-    python benchmarks/gradients/truth.py --run runs/gradients      # train with checkpoints, measure, write the rows
+    python benchmarks/gradients/truth.py --run runs/gradients      # train with checkpoints, measure, add the rows
     python benchmarks/gradients/truth.py                           # print the tables of the committed rows
     python benchmarks/gradients/truth.py --docs                    # write docs/gradients.md, with the picture
 
 The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
 fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
-16 updates old, and of the younger ones it keeps. All have the same prompts. benchmarks/gradients/ says how bias,
-variance and the terms of the SGA lemma are estimated.
+16 updates old, of the younger ones it keeps, or of the trainer's with noise or rounded. All have the same prompts.
+benchmarks/gradients/ says how bias, variance and the terms of the SGA lemma are estimated.
 """
 
 import argparse
@@ -34,8 +34,10 @@ TABLES = "## Checkpoints\n\n"
 PICTURE = ROOT / "docs/images/gradients.png"
 RECIPE = ROOT / "launch/recipes/methods.yaml"
 CELL = {"setting": ["stale-16"], "method": ["none"]}
-STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 4), 80: (None,)}
-"""Maps a checkpoint to the lags of its rollouts; None takes those of the run."""
+STEPS: dict[int, tuple[int | str | None, ...]] = {
+    20: (None,), 40: (None, 4, "fixed noise 0.2", "fixed noise 0.4", "int8", "int4-128"), 80: (None,)
+}  # fmt: skip
+"""Maps a checkpoint to the lags of its rollouts, or names of GAPS; None takes those of the run."""
 BATCHES = 16
 """Batches of prompts, each as large as one of the run."""
 DRAWS = 3
@@ -66,11 +68,11 @@ def measure(folder: Path) -> Iterator[list[Row]]:
     from gradients.collect import opened, rows_of
 
     settings = job_settings.of_finished(folder)
-    for step, lags in STEPS.items():
+    for step, gaps in STEPS.items():
         path = folder / f"checkpoints/rl-{step:06d}"
         with tempfile.TemporaryDirectory() as scratch, opened(settings, path, Path(scratch)) as bench:
             sizes = {"batches": BATCHES, "draws": DRAWS, "curvature_batches": CURVATURE_BATCHES}
-            yield list(rows_of(bench, **sizes, lags=lags))
+            yield list(rows_of(bench, **sizes, gaps=gaps))
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -81,21 +83,21 @@ def page(rows: Sequence[Row]) -> str:
 
 def all_rows(rows: Sequence[Row]) -> str:
     """One line per row."""
-    heads = ("step", "lag", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped", "A", "B", "C")
+    heads = ("run", "step", "gap", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped")
     lines = []
     for r in rows:
         *most, progress = [_between(getattr(r, name), getattr(r, f"{name}_error")) for name in MEASURED]
         terms = [f"{r.dropped:.1%}", *(f"{term:.2g}" for term in (r.a, r.b, r.c))]
-        lines.append([f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"`{r.estimator}`", *most, *terms, progress])
-    return table((*heads, "best progress"), lines)
+        lines.append([f"{r.run}", f"{r.step}", r.gap, f"{r.k3:.2g}", f"`{r.estimator}`", *most, *terms, progress])
+    return table((*heads, "A", "B", "C", "best progress"), lines)
 
 
 def _checkpoints(rows: Sequence[Row]) -> str:
     """What is known of g* and the rollouts at each checkpoint."""
-    heads = ("step", "lag", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
+    heads = ("run", "step", "gap", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
     lines = []
-    for r in {(r.step, r.lag): r for r in rows if r.lag}.values():
-        gap = [f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"{r.length:.1f}"]
+    for r in {(r.run, r.step, r.gap): r for r in rows if r.gap}.values():
+        gap = [f"{r.run}", f"{r.step}", r.gap, f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"{r.length:.1f}"]
         exact = [f"{r.exact_norm:.2f}", f"{r.halves_cosine:.2f}", f"{r.lr:.2g}"]
         lines.append([*gap, *exact, f"{r.curvature:.2g} ± {Z90 * r.curvature_error:.1g}"])
     return table(heads, lines)
@@ -103,16 +105,17 @@ def _checkpoints(rows: Sequence[Row]) -> str:
 
 def _glance(rows: Sequence[Row]) -> str:
     """Each estimator's lowest to highest value over the checkpoints, the best mean progress first."""
-    oldest = max(r.lag for r in rows)
+    of_run = next(r.gap for r in rows if r.gap)
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row.lag in (0, oldest):
+        if row.gap in ("", of_run):
             groups.setdefault(row.estimator, []).append(row)
     order = sorted(groups, key=lambda name: -statistics.fmean(r.progress for r in groups[name]))
     lines = []
     for name in order:
         members = groups[name]
-        values = [[getattr(r, field) for r in members] for field in ("cosine", "norm_ratio", "variance", "progress")]
+        fields = ("cosine", "norm_ratio", "variance", "progress")
+        values = [[v for r in members if not math.isnan(v := getattr(r, field))] or [math.nan] for field in fields]
         lines.append([f"`{name}`", *(f"{min(v):.2f} to {max(v):.2f}" for v in values)])
     return table(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
 
@@ -124,14 +127,16 @@ def _between(value: float, error: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and add the rows")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run")
     parser.add_argument("--docs", action="store_true", help="write the tables and the picture of the page again")
     options = parser.parse_args()
     if options.run:
-        found: list[Row] = []
+        found = read_csv(Row, ROWS)
+        number = 1 + max(row.run for row in found)
         for more in measure(train(options.run, options.seed)):
-            write_csv(Row, found := [*found, *more], ROWS, digits=5)
+            found += [row._replace(run=number) for row in more]
+            write_csv(Row, found, ROWS, digits=5)
     rows = read_csv(Row, ROWS)
     if options.docs:
         from gradients.picture import draw
