@@ -65,7 +65,8 @@ WORDS = {
     "top": Word(
         "the most probable ids of a distribution",
         ("engine.py", "batch.py", "settings/rollout.py", "rollout/sglang/request.py", "doctor/server/sampling.py",
-         "analyze/pages/tokens.py", "logprobs/center", "rollout/embedded/engine.py"),
+         "analyze/pages/tokens.py", "analyze/statistics/residual.py", "logprobs/", "rollout/embedded/engine.py",
+         "training/heads.py"),
         {"top_k": "also the experts per token, as in config.json"},
     ),
 }  # fmt: skip

@@ -25,6 +25,7 @@ LISTED = 8
 FEWEST_EXPECTED = 10.0
 """An id, or a set of them, is tested from this variance of the number of its draws on."""
 LEVEL = 0.01
+"""An id counts among `others` from this p on, which is small beside the one id that is reported."""
 DTYPE = [("top_id", "i4", (LISTED,)), ("top_q", "f4", (LISTED,)), ("top_drawn", "?", (LISTED,))]
 """Fields of a token: its LISTED most probable ids, their logged probabilities, and which one was drawn."""
 
