@@ -197,6 +197,7 @@ DECAY = {"lr_rule": "length_decay"}
         ("slime", {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, {}, "'mine'.*ratio, k2"),
         ("slime", {"correction": {"weight": {"upper": "measured"}}}, {}, "keeps no bound"),
         ("slime", {"correction": "centered"}, {}, "centering must be 'none' in a hook, which gets no top"),
+        ("miles", {}, {"loss_type": "score_centering"}, "--loss-type must be policy_loss.*got score_centering"),
         ("slime", {"correction": "cispo"}, {}, "surrogate must be null or 'ppo' in a hook"),
         ("miles", {"correction": {"weight": {"growth": "sqrt_lag"}}}, {}, "growth must not be used in"),
         ("slime", {"correction": {"preset": "token-tis", "old": "rollout"}}, {}, "count it twice"),
