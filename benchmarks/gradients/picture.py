@@ -65,14 +65,15 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
                     look = {"color": color, "marker": marker, "label": label, "ms": 5, "ls": "", "lw": 1, "capsize": 0}
                     axes.errorbar([place], [value], yerr=[[Z90 * error]] * 2, **look)
         labels = [
-            f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nrun {run}\nstep {step}\n" + gap.replace(" ", "\n", 1)
+            f"k3 {k3:.2g}\nT/T* {ratio:.1f}\nrun {run}\nstep {step}\n" + gap.replace("fixed ", "fixed\n")
             for k3, run, step, gap, ratio in places
         ]
-        axes.set_xticks(range(len(places)), labels)
+        axes.set_xticks(range(len(places)), labels, fontsize=8)
         axes.set_ylim(panel.low, panel.high)
         axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
         axes.grid(axis="y", color=LIGHT["grid"], lw=0.8)
-        axes.tick_params(labelsize=9, colors=SOFT)
+        axes.tick_params(axis="y", labelsize=9)
+        axes.tick_params(colors=SOFT)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
