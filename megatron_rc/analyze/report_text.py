@@ -207,7 +207,7 @@ def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
     if rows and all(row.cosine is None for row in rows):
         reasons.append("the cosine needs responses shorter than T* with half of the tokens")
     if rows and all(row.drift_left is None for row in rows):
-        reasons.append("drift needs a dump with rollout.top_logprobs")
+        reasons.append("drift needs the column top_old_logprobs")
     return f"A dash: {'; '.join(reasons)}." if reasons else ""
 
 

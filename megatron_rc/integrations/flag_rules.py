@@ -19,8 +19,8 @@ combination that nobody tested. note: worth knowing, or not decidable."""
 class FlagRule:
     """A mistake that the arguments of a training script show.
 
-    `megatron-rc doctor` reads the arguments from a command line, a patch from the parsed arguments of the host, and
-    ``args.patched`` says whether a patch is on: it mends some mistakes of the host, and cannot work with some flags.
+    `megatron-rc doctor` reads the arguments from a command line, a patch from the parsed arguments of the host.
+    ``args.patched`` is true in a patched run: the patch mends some of the host's mistakes, and some flags break it.
     """
 
     name: str

@@ -68,11 +68,9 @@ def _config_of(name: str) -> dict[str, Any] | None:
 
 def quantized(path: object) -> Checkpoint | None:
     """The checkpoint, where it is quantised."""
-    found = read_checkpoint(path)
-    return found if found.is_quantized else None
+    return found if (found := read_checkpoint(path)).is_quantized else None
 
 
 def with_experts(path: object) -> Checkpoint | None:
     """The checkpoint, where it is a mixture of experts."""
-    found = read_checkpoint(path)
-    return found if found.is_moe else None
+    return found if (found := read_checkpoint(path)).is_moe else None

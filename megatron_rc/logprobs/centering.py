@@ -27,7 +27,7 @@ from megatron_rc.correction.reference.log_ratio import LogRatio
 from megatron_rc.correction.reference.rejection_statistics import gate_statistic, outside
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.backends import RowsBackend
-from megatron_rc.logprobs.logits import gather_statistics, softmax_of_rows
+from megatron_rc.logprobs.logits import gather_statistics, listed_columns, listed_logprobs, positions, softmax_of_rows
 from megatron_rc.logprobs.reference.rows import FLOOR, Merged, Rows, sum_in_order
 
 LARGEST_TAIL_RATIO = 1e3
@@ -137,7 +137,8 @@ def write_centered_gradient(
     # right everywhere but at the target and the top ids
     computed.write_gradient(out, logits, rows, merged, of_p.view(rows.targets.shape), by_entropy)
     for span in _spans(rows):
-        columns, here, targets = _columns(rows, top, span)
+        columns, here = listed_columns(rows, top.ids, span)
+        targets = rows.targets.reshape(-1)[span].long() - rows.start
         is_target = (columns == targets[:, None]) & here
         own = (targets >= 0) & (targets < rows.num_valid) & ~is_target.any(1)
         log_p = torch.cat([terms.log_p[span], logprobs[span, None]], 1)
@@ -191,14 +192,9 @@ def _of_shard(
     """log p = (logit - maximum) / temperature - log_sum; chunk by chunk of rows."""
     maximum, log_sum, parts = maximum.reshape(-1), log_sum.reshape(-1), []
     for span in _spans(rows):
-        columns, here, _ = _columns(rows, top, span)
         log_q, listed = (part.flatten(0, -2)[span] for part in (top.rollout_logprobs, top.ids >= 0))
         log_q = log_q.to(compute_dtype(logits))
-        temperature = rows.temperature
-        if isinstance(temperature, Tensor):
-            temperature = temperature.reshape(-1)[span, None].to(log_q.dtype)
-        at = logits[(*_positions(logits, span), torch.where(here, columns, 0))].to(log_q.dtype)
-        log_p = torch.where(here, (at - maximum[span, None]) / temperature - log_sum[span, None], -torch.inf)
+        log_p = listed_logprobs(logits, rows, top.ids, span, maximum, log_sum)
         q = torch.where(listed, log_q.exp(), 0)
         # an id that the trainer cannot draw has no score
         scored = log_p > -torch.inf
@@ -266,22 +262,9 @@ def _spans(rows: Rows) -> Iterator[slice]:
     return (slice(first, min(first + _CHUNK_ROWS, count)) for first in range(0, max(count, 1), _CHUNK_ROWS))
 
 
-def _columns(rows: Rows, top: TopIds, span: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, k] columns of the top ids in this shard, whether they are in it, and [n] those of the targets."""
-    ids, targets = top.ids.flatten(0, -2)[span].long(), rows.targets.reshape(-1)[span].long()
-    columns = ids - rows.start
-    return columns, (ids >= 0) & (columns >= 0) & (columns < rows.num_valid), targets - rows.start
-
-
-def _positions(logits: Tensor, span: slice) -> tuple[Tensor, ...]:
-    """Indices [n, 1] of the rows of a span in every dimension of the logits but the last."""
-    row = torch.arange(span.start, span.stop, device=logits.device)[:, None]
-    return (row,) if logits.dim() == 2 else (row // logits.shape[1], row % logits.shape[1])
-
-
 def _write_over(out: Tensor, span: slice, columns: Tensor, values: Tensor, here: Tensor) -> None:
     """out[row, column] = value where ``here`` [n, k]; nothing waits for the device, and no order of writing matters."""
-    where = _positions(out, span)
+    where = positions(out, span)
     first = here.int().argmax(1, keepdim=True)
     found = here.any(1, keepdim=True)
     # what is not here writes once more what another of its row writes, or what is there already

@@ -140,8 +140,8 @@ def vocab_parallel_distribution(
     """log pi(target) as `vocab_parallel_logprobs` gives it, and what else its row statistics say; without gradient.
 
     top1_prob = 1 / sum e^(z - max). kept_mass reads all logits once more, in the same collective; it is computed only
-    with support. varentropy = sum_j p_j (log p_j + entropy)^2 reads them in PyTorch, with one more collective, and so
-    do the log-probs of the top ids, of which k logits per row are read.
+    with support. varentropy = sum_j p_j (log p_j + entropy)^2 reads them in PyTorch. The log-probs of the top ids
+    need k logits per row. These two share one more collective.
 
     Args:
         with_kept_mass, with_varentropy: compute these two.
@@ -186,29 +186,49 @@ def distribution_of_rows(
     if len(merged) > 1:
         gap = (own.maximum - merged[1].maximum) / rows.temperature + (own.log_sum - merged[1].log_sum)
         kept_mass = torch.where(counted, gap.exp().clamp(max=1), 0)
-    if with_varentropy:
-        part = shard_varentropy(logits, rows, own)
-        if tp_group is not None and tp_group.size() > 1:
-            part = sum_in_order(gather_statistics(part[None], tp_group)[:, 0])
-        varentropy = torch.where(counted, part.view(rows.targets.shape), 0)
+    parts = [shard_varentropy(logits, rows, own)[None]] if with_varentropy else []
     if top_ids is not None:
-        listed = _shard_logprobs(logits, rows, own, top_ids)
-        if tp_group is not None and tp_group.size() > 1:
-            listed = gather_statistics(listed, tp_group).amax(0)
-        top_logprobs = torch.where(counted[..., None], listed.view(top_ids.shape), 0)
+        every, of_softmax = slice(0, counted.numel()), (own.maximum.reshape(-1), own.log_sum.reshape(-1))
+        parts.append(listed_logprobs(logits, rows, top_ids, every, *of_softmax).T)
+    if parts:
+        part = torch.cat(parts)
+        by_shard = part[None] if tp_group is None or tp_group.size() == 1 else gather_statistics(part, tp_group)
+        if with_varentropy:
+            varentropy = torch.where(counted, sum_in_order(by_shard[:, 0]).view(counted.shape), 0)
+        if top_ids is not None:
+            # an id is in one shard
+            found = by_shard[:, int(with_varentropy) :].amax(0).T
+            top_logprobs = torch.where(counted[..., None], found.reshape(top_ids.shape), 0)
     assert own.entropy is not None
     top1_prob = torch.where(counted, (-own.log_sum).exp(), 0)
     return Distribution(own.logprobs, own.entropy, top1_prob, kept_mass, varentropy, top_logprobs)
 
 
-def _shard_logprobs(logits: Tensor, rows: Rows, merged: Merged, ids: Tensor) -> Tensor:
-    """[N, k] nats: log p of the ids [..., k] that are in this shard, -inf for the others."""
-    columns = ids.flatten(0, -2).long() - rows.start
-    here = (ids.flatten(0, -2) >= 0) & (columns >= 0) & (columns < rows.num_valid)
-    values = logits.flatten(0, -2).gather(1, torch.where(here, columns, 0)).to(merged.logprobs.dtype)
-    temperature = rows.temperature.reshape(-1, 1) if isinstance(rows.temperature, Tensor) else rows.temperature
-    log_p = (values - merged.maximum.reshape(-1, 1)) / temperature - merged.log_sum.reshape(-1, 1)
-    return torch.where(here, log_p, -torch.inf)
+def listed_columns(rows: Rows, ids: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+    """[n, k] columns in this shard of the ids [..., k] of a span of rows, and whether they are in it; -1 is no id."""
+    listed = ids.flatten(0, -2)[span].long()
+    columns = listed - rows.start
+    return columns, (listed >= 0) & (columns >= 0) & (columns < rows.num_valid)
+
+
+def positions(logits: Tensor, span: slice) -> tuple[Tensor, ...]:
+    """Indices [n, 1] of the rows of a span in every dimension of the logits but the last."""
+    row = torch.arange(span.start, span.stop, device=logits.device)[:, None]
+    return (row,) if logits.dim() == 2 else (row // logits.shape[1], row % logits.shape[1])
+
+
+def listed_logprobs(logits: Tensor, rows: Rows, ids: Tensor, span: slice, maximum: Tensor, log_sum: Tensor) -> Tensor:
+    """[n, k] nats: log p of the ids [..., k] of a span of rows, -inf for those of other shards.
+
+    Args:
+        maximum, log_sum: [N], log p = (logit - maximum) / temperature - log_sum.
+    """
+    columns, here = listed_columns(rows, ids, span)
+    temperature = rows.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)[span, None].to(maximum.dtype)
+    values = logits[(*positions(logits, span), torch.where(here, columns, 0))].to(maximum.dtype)
+    return torch.where(here, (values - maximum[span, None]) / temperature - log_sum[span, None], -torch.inf)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -21,9 +21,7 @@ from megatron_rc.settings.changes import shown
 def write_report(folder: str | Path) -> Path:
     """Write report.html into the output folder of a run, whether or not it has finished; returns its path.
 
-    Settings and fingerprint are shown as tables where settings.yaml and fingerprint.json are there.
-
-    Raises ValueError where there are no metrics.
+    Settings and fingerprint are shown as tables where their files are there. Raises ValueError without metrics.
     """
     folder = Path(folder)
     records = read_metrics(folder)

@@ -76,10 +76,7 @@ class Head(ABC):
         )
 
     def distribution(self, answer: Tensor, micro: MicroBatch, **columns: bool) -> Distribution:
-        """[n] fp32 each, and [n, k] for the top ids of the batch, without gradient.
-
-        ``columns``: with_kept_mass and with_varentropy, as in `vocab_parallel_distribution`.
-        """
+        """[n] fp32 each, [n, k] for top ids, without gradient; ``columns`` as in `vocab_parallel_distribution`."""
         arguments = self._arguments(answer, micro)
         top = _padded_top(micro.batch, len(arguments["targets"]))
         described = self._distribution_of(**arguments, top_ids=None if top is None else top.ids, **columns)
