@@ -20,6 +20,7 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
+from megatron_rc.analyze.statistics.residual import top_of
 from megatron_rc.analyze.statistics.what_if import Missing
 from megatron_rc.cli import app
 from megatron_rc.correction.settings import PRESETS
@@ -152,9 +153,12 @@ def test_a_dash_in_the_table_of_corrections_is_explained_once() -> None:
     assert not isinstance(table, Missing)
     reason = report_text.what_if_gaps(table, with_signs=True)
     assert "right needs the column reward" in reason and "lost need the column advantage" in reason
+    assert "drift needs the column top_old_logprobs" in reason
     assert html.page(diagnosis, what_if=True).count(reason) == 1
     size = bare.num_sequences
-    known = replace(bare, sequences={"reward": np.arange(size) % 2, "advantage": np.arange(size) % 2 - 0.5})
+    sequences = {"reward": np.arange(size) % 2, "advantage": np.arange(size) % 2 - 0.5}
+    top = top_of(bare.log_mu[:, None], bare.log_pi[:, None])
+    known = replace(bare, tokens={**bare.tokens, "top": top}, sequences=sequences)
     assert "column" not in report_text.what_if_gaps(diagnosed(known).what_if, with_signs=True)
 
 
