@@ -34,6 +34,15 @@ def weighted(name: str, data: dict[str, Any]) -> dict[str, Any]:
     return given[0]
 
 
+@real
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_loss_of_the_tree_is_proportional_to_its_advantages(name: str) -> None:
+    module = sources.loss_module()
+    config = module.ClippedPGLossConfig(reference_policy_kl_penalty=cases.KL, **cases.CASES[name].plain)
+    data, _ = cases.rollout()
+    driver._compare(module.ClippedPGLossFn(config), data)
+
+
 @pytest.mark.host("nemo-rl", proof="recorded", feature="loss and gradient of a correction")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_loss_and_gradient_are_those_of_the_correction_of_nemo_rl(name: str) -> None:
