@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,20 +55,8 @@ def config(**changes: Any) -> Any:
     )
 
 
-@dataclass
-class OwnLoss:
-    """Calls like the host's loss: REINFORCE and a term that has no advantages."""
-
-    use_importance_sampling_correction: bool = False
-    power: int = 1
-
-    def __call__(self, logprobs: Any, data: Any, sequences: Any, tokens: Any) -> Any:
-        losses = -(data["advantages"] ** self.power)[:, 1:] * logprobs + 0.1 * logprobs
-        return (losses * data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum() / tokens, {}
-
-
 def loss_fn(corrects: bool = False) -> Any:
-    return OwnLoss(corrects)
+    return SimpleNamespace(use_importance_sampling_correction=corrects)
 
 
 @contextmanager
@@ -279,24 +266,6 @@ def test_more_corrupt_tokens_stop_the_run_before_the_update() -> None:
     with policy_of(TIS) as policy, pytest.raises(ValueError, match="nonfinite_share must be <= 0.01"):
         policy.train(data, loss_fn())
     assert policy.seen == []
-
-
-def test_a_loss_that_is_not_proportional_to_its_advantages_is_refused_before_the_first_update() -> None:
-    data, _ = cases.rollout()
-    with policy_of(TIS) as policy:
-        with pytest.raises(ValueError, match="OwnLoss, is not proportional to its advantages, .* nothing was updated"):
-            policy.train(data, OwnLoss(power=2))
-        assert policy.seen == []
-    with policy_of(TIS) as policy:
-        policy.train(data, OwnLoss())
-        policy.train(data, OwnLoss(power=2))
-    assert len(policy.seen) == 2, "only the first batch is compared"
-
-
-def test_a_loss_of_other_arguments_is_named_and_trains(caplog: pytest.LogCaptureFixture) -> None:
-    with policy_of(TIS) as policy:
-        policy.train(cases.rollout()[0], SimpleNamespace(use_importance_sampling_correction=False))
-    assert "could not be compared on a first batch" in caplog.text and len(policy.seen) == 1
 
 
 def test_the_weight_of_the_host_leaves_the_loss_where_the_host_demands_it() -> None:
