@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from diagnosis import outside, real_dumps
+from diagnosis import outside, real_dumps, sizes
 from megatron_rc.analyze import columns, conditions, terminal
 from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -104,6 +104,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "rules": (INDEX, rule_table),
     "pictures": (INDEX, rule_pictures),
     "real": (CONFUSION, real_dumps.matrix),
+    "sizes": (CONFUSION, sizes.matrix),
     "outside": (CONFUSION, lambda: outside.summary(read_csv(outside.Row, outside.RESULTS)).strip()),
 }
 """Page and text of each generated part."""
