@@ -37,6 +37,11 @@ SCRIPTS = {
 """Folder, patterns of files, and what a script that starts a program of the host contains."""
 FRAGMENTS = re.compile(r"(scripts/models|examples/(rl|ft_launcher|configs/evals|modelopt/quant_configs))/|.*/prefetch_")
 """Files of flags that no command starts, and YAML files that train nothing."""
+PROGRAMS = {
+    "single.controller": "grpo_single_controller", "xtoken": "xtoken_off_policy_distillation",
+    "distillation": "distillation", "^ppo": "ppo", "^dpo": "dpo", "^sft": "sft", "^rm": "rm", "": "grpo",
+}  # fmt: skip
+"""What the name of a YAML file of NeMo-RL matches, the first that does, and the program that reads the file."""
 INTERESTING = re.compile(
     r"a\d+b|num-experts|moe|fp8|int4|quantiz|async|off_policy|use-tis|rollout_is|rollout-logprobs|rollout_importance|"
     r"nvfp4|importance_sampling_correction",
@@ -64,7 +69,9 @@ def scripts(trees: Path) -> Iterator[tuple[str, Path, str]]:
 
 def findings(host: str, path: Path) -> dict[str, Finding]:
     """What doctor finds in the flags of a script, by check."""
-    (facts,) = read_hosts([host], Flags.of_file(path))
+    program = next(kind for part, kind in PROGRAMS.items() if re.search(part, path.name))
+    words = [f"examples/run_{program}.py", "--config", str(path)]
+    (facts,) = read_hosts([host], Flags(words) if path.suffix == ".yaml" else Flags.of_file(path))
     return {each.check: each for each in flag_checks(HOSTS[host]).run(replace(facts, is_importable=True))}
 
 
