@@ -32,19 +32,27 @@ SCRIPTS = {
     "miles": ("miles", ("**/*.sh", "scripts/**/*.py", "examples/**/*.py"), r"train(_\w+)?\.py|execute_train"),
     "megatron-training": ("megatron_lm", ("examples/**/*.sh",), r"\.py\b"),
     "ms-swift": ("swift", ("**/*.sh",), r"megatron rlhf"),
+    "nemo-rl": ("nemo_rl", ("examples/**/*.yaml",), ""),
 }
 """Folder, patterns of files, and what a script that starts a program of the host contains."""
-FRAGMENTS = re.compile(r"^(scripts/models|examples/rl)/")
-"""Files of flags that no command starts."""
+FRAGMENTS = re.compile(r"(scripts/models|examples/(rl|ft_launcher|configs/evals|modelopt/quant_configs))/|.*/prefetch_")
+"""Files of flags that no command starts, and YAML files that train nothing."""
+PROGRAMS = {
+    "single.controller": "grpo_single_controller", "xtoken": "xtoken_off_policy_distillation",
+    "distillation": "distillation", "^ppo": "ppo", "^dpo": "dpo", "^sft": "sft", "^rm": "rm", "": "grpo",
+}  # fmt: skip
+"""What the name of a YAML file of NeMo-RL matches, the first that does, and the program that reads the file."""
 INTERESTING = re.compile(
-    r"a\d+b|num-experts|moe|fp8|int4|quantiz|async|off_policy|use-tis|rollout_is|rollout-logprobs|rollout_importance",
+    r"a\d+b|num-experts|moe|fp8|int4|quantiz|async|off_policy|use-tis|rollout_is|rollout-logprobs|rollout_importance|"
+    r"nvfp4|importance_sampling_correction",
     re.IGNORECASE,
 )
 """Experts, quantised rollouts, asynchrony, or a correction of the host's own."""
 CHECKS = (
     "moe-replay", "quantized-rollouts", "asynchronous-rollouts", "router-dtype", "temperature", "top-p-top-k",
     "ratio-counted-twice", "tis-function", "bypass-reaches-workers", "rejection-denominator", "loss-mode", "dtypes",
-    "two-corrections", "rollout-logprobs",
+    "two-corrections", "rollout-logprobs", "logprobs-mode", "quantized-checkpoint", "trajectory-age",
+    "sequence-weights", "ratio-of-one",
 )  # fmt: skip
 
 
@@ -61,7 +69,9 @@ def scripts(trees: Path) -> Iterator[tuple[str, Path, str]]:
 
 def findings(host: str, path: Path) -> dict[str, Finding]:
     """What doctor finds in the flags of a script, by check."""
-    (facts,) = read_hosts([host], Flags.of_file(path))
+    program = next(kind for part, kind in PROGRAMS.items() if re.search(part, path.name))
+    words = [f"examples/run_{program}.py", "--config", str(path)]
+    (facts,) = read_hosts([host], Flags(words) if path.suffix == ".yaml" else Flags.of_file(path))
     return {each.check: each for each in flag_checks(HOSTS[host]).run(replace(facts, is_importable=True))}
 
 
@@ -74,7 +84,7 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def draw(trees: Path) -> list[dict[str, str]]:
+def draw(trees: Path, number: int = DRAWN) -> list[dict[str, str]]:
     """Pairs of script and check that the table does not have, drawn without asking doctor for a verdict."""
     known = {(row["host"], row["script"], row["check"]) for row in rows()}
     pairs = [
@@ -85,7 +95,7 @@ def draw(trees: Path) -> list[dict[str, str]]:
     ]  # fmt: skip
     return [
         {"host": host, "script": name, "sha256": digest(path), "check": check}
-        for host, path, name, check in random.Random(SEED).sample(pairs, DRAWN)
+        for host, path, name, check in random.Random(SEED).sample(pairs, number)
     ]
 
 
@@ -114,9 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("draw", "judge"))
     parser.add_argument("trees", type=Path)
+    parser.add_argument("--number", type=int, default=DRAWN)
     given = parser.parse_args()
     if given.step == "draw":
-        csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(draw(given.trees))
+        csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(draw(given.trees, given.number))
         return
     table = judge(given.trees)
     with TABLE.open("w", encoding="utf-8", newline="") as file:

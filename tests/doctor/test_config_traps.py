@@ -32,7 +32,9 @@ RAW = "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"
 TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
 NVFP4 = "policy.generation.quant_cfg=NVFP4"
-ASYNC = "grpo.async_grpo.enabled=true"
+ASYNC, PPO_ASYNC, SAMPLER = "grpo.async_grpo.enabled=true", "ppo.async_ppo.enabled=true", "async_rl.sampler"
+EIGHT_EXPERTS = "policy.megatron_cfg.expert_model_parallel_size=8"
+MASKS = "grpo.seq_logprob_error_threshold=2"
 SIDES = (CORRECTION, "actor_rollout_ref.actor.policy_loss.rollout_correction")
 CENTERED = " ".join(
     [f"{side}.{name}" for side in SIDES for name in ("bypass_mode=True", "loss_type=reinforce", "score_centering=True")]
@@ -105,8 +107,17 @@ TRAPPED = [
     (NEMO, "quantized-checkpoint", "policy.model_name=a/B-FP8", "warning", "a/B-FP8"),
     (NEMO, "asynchronous-rollouts", ASYNC, "error", "refuses to start"),
     (NEMO, "asynchronous-rollouts", f"{ASYNC} {IS}", "warning", "nothing bounds"),
+    (NEMO, "asynchronous-rollouts", f"examples/run_ppo.py {PPO_ASYNC}", "error", "refuses to start"),
+    (NEMO, "asynchronous-rollouts", f"examples/run_ppo.py {PPO_ASYNC} {IS}", "warning", "nothing bounds"),
+    (NEMO, "asynchronous-rollouts", f"{SAMPLER}.max_lookahead_versions=1", "warning", "nothing bounds"),
+    (NEMO, "asynchronous-rollouts", f"{SAMPLER}.max_staleness_versions=1 {IS}", "warning", "nothing bounds"),
+    (NEMO, "asynchronous-rollouts", f"{SAMPLER}.name=ready_first", "error", "refuses to start"),
     (NEMO, "trajectory-age", f"{ASYNC} grpo.async_grpo.max_trajectory_age_steps=4", "note", "4 steps old"),
+    (NEMO, "trajectory-age", f"{ASYNC} grpo.async_grpo.max_trajectory_age_steps=8 "
+     "grpo.async_grpo.in_flight_weight_updates=true", "note", "8 steps old"),
+    (NEMO, "trajectory-age", f"{PPO_ASYNC} ppo.async_ppo.max_trajectory_age_steps=4", "note", "4 steps old"),
     (NEMO, "moe-replay", f"{MCORE} policy.model_name=openai/gpt-oss-20b", "warning", "choose experts"),
+    (NEMO, "moe-replay", f"{MCORE} policy.model_name=/path/to/model {EIGHT_EXPERTS}", "warning", "choose experts"),
     (NEMO, "router-dtype",
      "policy.model_name=a/moe policy.megatron_cfg.enabled=true policy.megatron_cfg.moe_router_dtype=null", "warning",
      "ties"),
@@ -143,6 +154,8 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, f"{CENTERED} {TOKEN_IS} trainer.use_v1=False"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),
+        (NEMO, f"{FP8} {IS} {ASYNC} {MASKS} loss_fn.force_on_policy_ratio=true"),
+        (NEMO, f"examples/run_grpo_single_controller.py {SAMPLER}.max_lookahead_versions=0"),
         (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),
     ],
 )

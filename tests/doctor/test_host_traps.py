@@ -169,12 +169,13 @@ def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str])
         ("slime", "train_async.py --loss-type sft_loss --num-experts 128 --rollout-top-p 0.9"),
         ("miles", "train_async.py --loss-type=sft_loss --num-experts 128"),
         ("nemo-rl", "uv run examples/run_dpo.py policy.generation.temperature=0"),
+        ("nemo-rl", "uv run examples/run_xtoken_off_policy_distillation.py policy.generation.temperature=0"),
     ],
 )
 def test_a_program_without_a_policy_gradient_has_no_trap(host: str, flags: str) -> None:
     assert {finding.status for finding in traps(host, flags).values()} == {"good"}
     flags = re.sub("main_generation|fsdp_sft_trainer", "main_ppo", flags)
-    flags = flags.replace("sft_loss", "policy_loss").replace("run_dpo", "run_grpo")
+    flags = re.sub("run_dpo|run_xtoken_off_policy_distillation", "run_grpo", flags.replace("sft_loss", "policy_loss"))
     assert {finding.status for finding in traps(host, flags).values()} > {"good"}
 
 

@@ -4,21 +4,27 @@ from typing import Any
 
 from megatron_rc.integrations.facts import Fact, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
+from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _TRUNCATION = "loss_fn.truncated_importance_sampling_type"
+_ASYNC_PARTS, _SAMPLER = ("grpo.async_grpo", "ppo.async_ppo"), "async_rl.sampler"
+_LAGS = (f"{_SAMPLER}.max_lookahead_versions", f"{_SAMPLER}.max_staleness_versions")
+_MASKS = ("grpo.seq_logprob_error_threshold", "ppo.seq_logprob_error_threshold")
+_EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((_MODEL, _TRUNCATION, f"{_GENERATION}.real_quant", f"{_GENERATION}.quant_cfg")),
-    **dict.fromkeys((_CORRECTION, _REPLAY, "grpo.async_grpo.enabled", "data_plane.enabled"), False),
+    **dict.fromkeys((*_LAGS, *_MASKS, f"{_SAMPLER}.name")),
+    **dict.fromkeys((_CORRECTION, _REPLAY, "data_plane.enabled"), False),
     **dict.fromkeys(("loss_fn.force_on_policy_ratio", "loss_fn.sequence_level_importance_ratios"), False),
     **{"policy.megatron_cfg.enabled": False, f"{_GENERATION}.temperature": 1.0, f"{_VLLM}.precision": "bfloat16"},
     **{f"{_VLLM}.logprobs_mode": "processed_logprobs", f"{_VLLM}.kv_cache_dtype": "auto"},
     **{"policy.megatron_cfg.moe_router_dtype": "fp64"},
-    **{"grpo.async_grpo.max_trajectory_age_steps": 1, "grpo.async_grpo.in_flight_weight_updates": False},
+    **{_EXPERT_PARALLEL: 1, **{f"{part}.enabled": False for part in _ASYNC_PARTS}},
+    **{f"{part}.max_trajectory_age_steps": 1 for part in _ASYNC_PARTS},
 }
 """Settings that the rules read, by dotted path, with the defaults of examples/configs/grpo_math_1B.yaml."""
 
@@ -35,6 +41,23 @@ def _quantized(args: Any) -> str:
     return f"{_GENERATION}.quant_cfg={args[f'{_GENERATION}.quant_cfg']}" if args[f"{_GENERATION}.real_quant"] else ""
 
 
+def _age(args: Any) -> int:
+    """How many steps old rollouts may be; 0 without asynchrony."""
+    ages = [args[f"{part}.max_trajectory_age_steps"] for part in _ASYNC_PARTS if args[f"{part}.enabled"]]
+    return max(*ages, *(args[lag] or 0 for lag in _LAGS))
+
+
+def _masks(args: Any) -> bool:
+    """Whether sequences with a wide gap are masked, for which the trainer measures the gap."""
+    return any(args[threshold] is not None for threshold in _MASKS)
+
+
+def _experts(args: Any) -> Checkpoint | None:
+    model = args[_MODEL] or "the model"
+    by_layout = (args[_EXPERT_PARALLEL] or 1) > 1
+    return with_experts(model) or (Checkpoint(model, False, True, _EXPERT_PARALLEL) if by_layout else None)
+
+
 def _own_correction(args: Any) -> str:
     if args.patched and args[_TRUNCATION] is not None:
         return f"{_TRUNCATION}={args[_TRUNCATION]}"
@@ -48,13 +71,15 @@ FACTS = {
     "logprobs_mode": stated_by(f"{_VLLM}.logprobs_mode"),
     "own_correction": Fact(_own_correction, fix=f"Set {_TRUNCATION}=null and {_CORRECTION}=false."),
     "quantized": Fact(_quantized),
-    "stale": stated_by(_ASYNC),
-    "bounded": Fact(lambda args: args.patched or (args[_CORRECTION] and args[_TRUNCATION] is not None), fix=_BOUND),
+    "stale": Fact(_age),
+    "bounded": Fact(
+        lambda args: args.patched or (args[_CORRECTION] and args[_TRUNCATION] is not None) or _masks(args), fix=_BOUND
+    ),
     "quantized_checkpoint": Fact(lambda args: quantized(args[_MODEL]), f"{_VLLM}.precision=fp8"),
-    "experts": Fact(lambda args: with_experts(args[_MODEL])),
+    "experts": Fact(_experts),
     # no other backend of the host can replay
     "routes_replayed": Fact(lambda args: args[_REPLAY] or not args[_MCORE], fix=f"Set {_REPLAY}=true, with vLLM."),
-    "routers": Fact(lambda args: with_experts(args[_MODEL]) and args[_MCORE]),
+    "routers": Fact(lambda args: args[_MCORE] and _experts(args)),
     "router_dtype": stated_by("policy.megatron_cfg.moe_router_dtype"),
 }
 DATA_PLANE = FlagRule("data-plane", lambda args: args.patched and args["data_plane.enabled"],
@@ -66,17 +91,16 @@ RULES = (
         lambda args: (by := _quantized(args)) and f"{_VLLM}." in by and not args[_CORRECTION] and by,
         "{found} quantises rollouts and use_importance_sampling_correction is off: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts are not quantised, or corrected"),
-    FlagRule("asynchronous-rollouts", lambda args: args[_ASYNC] and not args[_CORRECTION],
-        "asynchronous GRPO runs only with use_importance_sampling_correction: NeMo-RL refuses to start",
+    FlagRule("asynchronous-rollouts",
+        lambda args: not args[_CORRECTION]
+        and (any(args[f"{part}.enabled"] for part in _ASYNC_PARTS) or args[f"{_SAMPLER}.name"] == "ready_first"),
+        "this asynchronous trainer runs only with use_importance_sampling_correction: NeMo-RL refuses to start",
         f"Set {_CORRECTION}=true.", good="rollouts come from the current weights, or are corrected"),
     *rules_of(FACTS),
-    FlagRule("trajectory-age",
-        lambda args: args[_ASYNC] and args["grpo.async_grpo.max_trajectory_age_steps"] > 1
-        and not args["grpo.async_grpo.in_flight_weight_updates"],
-        "rollouts may be {args[grpo.async_grpo.max_trajectory_age_steps]} steps old, and engines take no new weights "
-        "while they generate",
-        "Set grpo.async_grpo.in_flight_weight_updates=true, or max_trajectory_age_steps=1.",
-        good="rollouts are at most one step old, or engines take new weights as they generate", severity="note"),
+    FlagRule("trajectory-age", lambda args: (age := _age(args)) > 1 and age,
+        "the first tokens of a rollout may be {found} steps old",
+        "Set max_trajectory_age_steps=1, or the sampler's limit in async_rl.",
+        good="rollouts are at most one step old", severity="note"),
     FlagRule("sequence-weights",
         lambda args: not args.patched and args["loss_fn.sequence_level_importance_ratios"] and args[_CORRECTION],
         "with sequence_level_importance_ratios the host's weight is exp(sum of log-ratios) of the sequence, which is "
@@ -87,9 +111,9 @@ RULES = (
     FlagRule("ratio-of-one", lambda args: args.patched and args["loss_fn.force_on_policy_ratio"],
         "force_on_policy_ratio leaves out the log-probs before the update, so there is no gap to correct",
         "Set loss_fn.force_on_policy_ratio=false.", good="log-probs before the update exist"),
-    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"],
+    FlagRule("ratio-of-one", lambda args: args["loss_fn.force_on_policy_ratio"] and not _masks(args),
         "force_on_policy_ratio sets the ratio to 1 and leaves out the log-probs before the update, so the gap to the "
         "sampler is not measured",
-        "Set loss_fn.force_on_policy_ratio=false.", severity="note"),
+        "Set loss_fn.force_on_policy_ratio=false, or grpo.seq_logprob_error_threshold.", severity="note"),
 )  # fmt: skip
 """Read at commit 7ea279abfbeb."""
