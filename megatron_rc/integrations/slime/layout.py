@@ -1,52 +1,14 @@
 """Where this rank holds the response tokens of a micro-batch: slime and miles keep one list entry per sample."""
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.correction.reference.segments import runs_of_mask
-
-
-class Parallel(NamedTuple):
-    """This process in the host's Megatron."""
-
-    tp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
-    cp_rank: int
-    cp_size: int
-    dp_group: dist.ProcessGroup
-    """Without context parallelism."""
-    dp_cp_group: dist.ProcessGroup
-    last_stage: bool
-    pp_group: dist.ProcessGroup | None = None
-
-
-def parallel() -> Parallel:
-    """Read Megatron's parallel state."""
-    from megatron.core import parallel_state
-
-    return Parallel(
-        tp_group=_plain(parallel_state.get_tensor_model_parallel_group()),
-        cp_group=_plain(parallel_state.get_context_parallel_group()),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        dp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=False)),
-        dp_cp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        pp_group=_plain(parallel_state.get_pipeline_model_parallel_group()),
-    )
-
-
-def _plain(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    # slime wraps its groups, to rebuild them after sleep; functions of torch.distributed that were imported before it
-    # patched them do not know the wrapper
-    return getattr(group, "group", group)
 
 
 class Span(NamedTuple):
@@ -86,10 +48,9 @@ class Layout:
         """
         spans, counts, row = [], [], 0
         for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-            length = total if padded_lengths is None else padded_lengths[sample]
-            chunk, chunks = length, [0]
+            chunk, chunks = total if padded_lengths is None else padded_lengths[sample], [0]
             if cp_size > 1:
-                chunk, chunks = math.ceil(length / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
+                chunk, chunks = math.ceil(chunk / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
             # the row that predicts the first token of the response
             shift = total - response - 1
             counts.append(0)
@@ -117,10 +78,8 @@ class Layout:
 
     def segments(self, loss_masks: Sequence[Tensor]) -> tuple[Tensor, int]:
         """([N] number of the turn of each token, an upper bound of the number of turns), over whole responses."""
-        masks = torch.cat([mask.bool() for mask in loss_masks])
-        lengths = [len(mask) for mask in loss_masks]
-        offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
-        ids, bound = runs_of_mask(masks, offsets)
+        masks, lengths = torch.cat([mask.bool() for mask in loss_masks]), [len(mask) for mask in loss_masks]
+        ids, bound = runs_of_mask(masks, torch.tensor([0, *lengths], device=masks.device).cumsum(0))
         return self.local(ids.split(lengths)), bound
 
     def positions(self, loss_masks: Sequence[Tensor]) -> Tensor:
@@ -139,15 +98,3 @@ class Layout:
             if tuple(value.shape) != (count,):
                 raise ValueError(f"{name} of sample {sample} must be [{count}] on this rank, got {tuple(value.shape)}")
         return torch.cat([*values])
-
-
-def layout_of(
-    args: Namespace,
-    ranks: Parallel,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-) -> Layout:
-    """The layout of a micro-batch or rollout of the host."""
-    padded = max_seq_lens if getattr(args, "qkv_format", "thd") == "bshd" else None
-    return Layout.of(total_lengths, response_lengths, padded, ranks.cp_rank, ranks.cp_size)

@@ -1,38 +1,43 @@
-"""What tis and loss log: metrics of tokens, the names that users of the hosts know, the rule of the learning rate."""
+"""What tis and loss do with a micro-batch: its correction, and metrics of tokens under names that users know."""
 
 import math
+from argparse import Namespace
 
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.reference.log_ratio import k3
+from megatron_rc.correction.reference.log_ratio import k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.weight import Weight
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.tokens import HostTokens, correct_tokens
-
-LR_METRICS: dict[str, float] = {}
-"""Metrics of the rule of the learning rate for the rollout that is trained on; before_train_step writes them."""
+from megatron_rc.integrations.slime.settings import compares_in_update
+from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
+from megatron_rc.integrations.slime.tokens import HostTokens
 
 
 def correct_micro_batch(
-    correction: RolloutCorrection, tokens: HostTokens, advantages: Tensor | None = None, *, routes: bool
+    args: Namespace,
+    tokens: HostTokens,
+    train_logprobs: Tensor,
+    correction: RolloutCorrection,
+    advantages: Tensor | None = None,
 ) -> tuple[Corrected, dict[str, Tensor]]:
     """The correction of the next micro-batch of the update, and its metrics: name -> [N] fp32, detached.
 
     These are metrics per token, those of the hosts' own names, and one constant per metric of the rule. With l = log pi
     - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2. Besides these the final
     weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. All are 0 at corrupt
-    tokens, whose share is nonfinite_share. With ``routes`` also route_shift, and route_tokens_touched, 1 where it is
-    not 0. The host averages them as it does its own; the mean of a constant is the constant where every sample has a
-    loss token.
+    tokens, whose share is nonfinite_share. With `routes` also route_shift, and route_tokens_touched, 1 where it is not
+    0. The host averages them as it does its own; the mean of a constant is the constant where every sample has a loss
+    token.
     """
-    shift = WATCH.next_shift(tokens.layout) if routes else None
-    corrected = correct_tokens(tokens, correction, advantages, shift)
-    ratio, bound = tokens.log_ratio, correction.log_ratio_bound
-    ell = ratio.value.clamp(-bound, bound)
+    LENGTHS.record(tokens.batch["response_lengths"])
+    shift = WATCH.next_shift(tokens.layout) if compares_in_update(args) else None
+    corrected = tokens.corrected(train_logprobs, correction, advantages, shift)
+    ratio = log_ratio(train_logprobs, tokens.rollout_logprobs, tokens.loss_mask)
+    ell = ratio.value.clamp(-correction.log_ratio_bound, correction.log_ratio_bound)
     metrics = {
         "k1": -ell,
         "k3": k3(ell),

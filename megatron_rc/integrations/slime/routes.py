@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import all_reduced, is_alone
-from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.collectives import gathered, is_alone
+from megatron_rc.integrations.slime.layout import Layout
+from megatron_rc.integrations.slime.tokens import Parallel
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
 from megatron_rc.moe.tables import MoeShape, RouteTable
@@ -76,44 +77,18 @@ class RouteWatch:
 
     def whole(self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]) -> Routes:
         """All response tokens' routes, in the rollout's order, which are then forgotten; a collective of the model."""
-        self.end()
-        counts = [count for layout in layouts for count in layout.counts]
-        order = sorted(range(len(counts)), key=[sample for batch in micro_batches for sample in batch].__getitem__)
-
-        def in_order(pair: Tensor) -> Tensor:
-            parts = pair.split(counts, dim=1)
-            return torch.cat([parts[place] for place in order], dim=1)
-
-        rows = [layout.logits_rows(self._device) for layout in layouts]
-        mine = [
-            torch.cat([seen[:, chosen] for seen, chosen in zip(pairs, rows, strict=True)], 1)
-            for pairs in self._rows(ranks)
-        ]
-        stages, shape, _ = self._everywhere(ranks)
-        layers = [layer for here in stages for layer in here]
-        ascending = torch.tensor([layers.index(layer) for layer in shape.layers], device=self._device)
-        tables = []
-        for side in range(2):
-            columns = torch.stack([in_order(pair)[side] for pair in mine], 1) if mine else None
-            empty = torch.empty(sum(counts), 0, shape.top_k, dtype=shape.dtype, device=self._device)
-            joined = join_layers(columns, stages, empty, ranks.pp_group)
-            tables.append(RouteTable(shape, joined.index_select(1, ascending)))
-        self._routers = {}
-        return Routes(*tables)
+        shape, tables = self._joined(ranks)
+        of_sample: dict[int, Tensor] = {}
+        for samples, layout, table in zip(micro_batches, layouts, tables, strict=True):
+            parts = table[:, layout.logits_rows(self._device)].split(layout.counts, 1)
+            of_sample |= zip(samples, parts, strict=True)
+        trainer, sampler = torch.cat([of_sample[number] for number in sorted(of_sample)], 1)
+        return Routes(RouteTable(shape, trainer), RouteTable(shape, sampler))
 
     def collect(self, ranks: Parallel) -> None:
         """Compare the routes row by row, for `next_shift`, and forget them; a collective of the model's processes."""
-        self.end()
-        mine = self._rows(ranks)
-        _, shape, sizes = self._everywhere(ranks)
-        self._shifts = []
-        for number, rows in enumerate(sizes):
-            differing = torch.zeros(rows, device=self._device)
-            if mine:
-                trainer, sampler = torch.stack([pairs[number] for pairs in mine], 2)
-                differing = compare_routes(trainer, sampler).differing_layers.float()
-            self._shifts.append(all_reduced(differing, ranks.pp_group) / len(shape.layers))
-        self._routers = {}
+        shape, tables = self._joined(ranks)
+        self._shifts = [compare_routes(*table).differing_layers.float() / len(shape.layers) for table in tables]
 
     def next_shift(self, layout: Layout) -> Tensor:
         """[N] fp32: share of the layers with experts whose decision differs, of the next micro-batch in order.
@@ -129,39 +104,37 @@ class RouteWatch:
         shift = self._shifts.pop(0)
         return shift[layout.logits_rows(shift.device)]
 
-    def _rows(self, ranks: Parallel) -> list[list[Tensor]]:
-        """[layer][micro-batch] [2, rows, k]: with sequence parallelism the rows of all tensor-parallel ranks."""
-        group = ranks.tp_group if self._splits_rows else None
-        return [[_gathered(pair, group) for pair in watch.pairs] for _, watch in sorted(self._routers.items())]
+    def _joined(self, ranks: Parallel) -> tuple[MoeShape, Iterator[Tensor]]:
+        """The model's shape, and [2, rows, L, k] of every micro-batch, with the layers of all pipeline stages.
 
-    @property
-    def _splits_rows(self) -> bool:
-        return any(watch.router.config.sequence_parallel for watch in self._routers.values())
-
-    def _everywhere(self, ranks: Parallel) -> tuple[list[list[int]], MoeShape, list[int]]:
-        """(layers with experts of every stage, the model's shape, rows of every micro-batch)."""
-        here = _Stage(sorted(self._routers), None, [])
-        if self._routers:
-            watch = next(iter(self._routers.values()))
-            whole = dist.get_world_size(ranks.tp_group) if self._splits_rows and ranks.tp_group is not None else 1
-            here = _Stage(here.layers, _shape(watch.router), [pair.shape[1] * whole for pair in watch.pairs])
+        With sequence parallelism a micro-batch has the rows of all tensor-parallel ranks.
+        """
+        self.end()
+        layers = sorted(self._routers)
+        watches, self._routers = [self._routers[layer] for layer in layers], {}
+        group = ranks.tp_group if any(watch.router.config.sequence_parallel for watch in watches) else None
+        here: Any = (layers, None, [])
+        if watches:
+            whole = 1 if group is None else dist.get_world_size(group)
+            here = (layers, _shape(watches[0].router), [pair.shape[1] * whole for pair in watches[0].pairs])
         stages = [here]
         if not is_alone(ranks.pp_group):
-            everyone: list[Any] = [None] * dist.get_world_size(ranks.pp_group)
-            dist.all_gather_object(everyone, here, group=ranks.pp_group)
-            stages = everyone
-        layers = [stage.layers for stage in stages]
-        for stage in stages:
-            if stage.shape is not None:
-                shape = replace(stage.shape, layers=tuple(sorted(layer for held in layers for layer in held)))
-                return layers, shape, stage.rows
-        raise ValueError("megatron_rc.routes needs a pass over the old log-probs of a model with experts")
+            stages *= dist.get_world_size(ranks.pp_group)
+            dist.all_gather_object(stages, here, group=ranks.pp_group)
+        known = [(shape, sizes) for _, shape, sizes in stages if shape is not None]
+        if not known:
+            raise ValueError("megatron_rc.routes needs a pass over the old log-probs of a model with experts")
+        (shape, sizes), held = known[0], [layers for layers, _, _ in stages]
+        every = [layer for layers in held for layer in layers]
+        ascending = torch.tensor(every, device=self._device).argsort()
 
+        def joined(number: int, rows: int) -> Tensor:
+            pairs = [_gathered(watch.pairs[number], group).flatten(0, 1) for watch in watches]
+            empty = torch.empty(2 * rows, 0, shape.top_k, dtype=shape.dtype, device=self._device)
+            table = join_layers(torch.stack(pairs, 1) if pairs else None, held, empty, ranks.pp_group)
+            return table.index_select(1, ascending).unflatten(0, (2, rows))
 
-class _Stage(NamedTuple):
-    layers: list[int]
-    shape: MoeShape | None
-    rows: list[int]
+        return replace(shape, layers=tuple(sorted(every))), (joined(*each) for each in enumerate(sizes))
 
 
 WATCH = RouteWatch()
@@ -174,12 +147,10 @@ def _shape(router: Any) -> MoeShape:
 
 
 def _gathered(pair: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if is_alone(group):
+    if group is None or is_alone(group):
         return pair
-    parts = [torch.empty_like(pair) for _ in range(dist.get_world_size(group))]
     # as bytes: NCCL knows no int16
-    dist.all_gather([part.view(torch.uint8) for part in parts], pair.contiguous().view(torch.uint8), group=group)
-    return torch.cat(parts, 1)
+    return torch.cat([*gathered(pair.contiguous().view(torch.uint8), group).view(pair.dtype)], 1)
 
 
 @contextmanager

@@ -98,6 +98,11 @@ def names(args: Any, hook: str) -> bool:
     return bool(getattr(args, HOOKS[hook], None) == path_of(hook))
 
 
+def compares_in_update(args: Any) -> bool:
+    """Whether hooks of the update compare routes, because none sees the whole rollout."""
+    return read(args).routes and not names(args, "rollout_data")
+
+
 def is_enabled(args: Any) -> bool:
     """Whether the host will call `enable`."""
     return bool(getattr(args, "custom_megatron_init_path", None) == ENABLE.split()[1])

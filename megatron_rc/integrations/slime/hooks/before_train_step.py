@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_rc.integrations.scheduler_rule import SchedulerRule
-from megatron_rc.integrations.slime.layout import parallel
-from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.settings import KEY, names, read
-from megatron_rc.integrations.slime.tokens import LENGTHS
+from megatron_rc.integrations.slime.settings import KEY, compares_in_update, read
+from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
+from megatron_rc.integrations.slime.tokens import parallel
 from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
@@ -108,7 +107,7 @@ def before_train_step(
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return
-    if settings.routes and not names(args, "rollout_data"):
+    if compares_in_update(args):
         WATCH.collect(parallel())
     if settings.lr_rule is None:
         return

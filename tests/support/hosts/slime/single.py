@@ -9,11 +9,11 @@ import torch
 from hosts.slime.host import Rollout, hooks, micro_batch
 from torch import Tensor
 
-from megatron_rc.integrations.slime import layout
-from megatron_rc.integrations.slime.hooks import before_train_step, loss, rollout_data, tis
-from megatron_rc.integrations.slime.layout import Parallel
+from megatron_rc.integrations.slime import tokens
+from megatron_rc.integrations.slime.hooks import before_train_step
+from megatron_rc.integrations.slime.tokens import Parallel
 
-_READERS = (layout, before_train_step, loss, rollout_data, tis)
+_READERS = (tokens, before_train_step)
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> None:
