@@ -18,10 +18,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
+from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
-from megatron_rc.integrations.slime.tokens import parallel
 
 WHOLE = {**naming("before_log_prob", "rollout_data"), "use_rollout_routing_replay": True, "get_mismatch_metrics": True}
 UPDATE = {**WHOLE, **naming("before_train_step", "tis"), "use_tis": True, "rollout_data_postprocess_path": None}

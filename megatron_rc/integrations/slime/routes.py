@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import gathered, is_alone
+from megatron_rc.integrations.parallel import Parallel
 from megatron_rc.integrations.slime.layout import Layout
-from megatron_rc.integrations.slime.tokens import Parallel
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
 from megatron_rc.moe.tables import MoeShape, RouteTable

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.scheduler_rule import SchedulerRule
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import KEY, compares_in_update, read
 from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
-from megatron_rc.integrations.slime.tokens import parallel
 from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
