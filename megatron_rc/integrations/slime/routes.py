@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,6 @@ from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
 from megatron_rc.moe.tables import MoeShape, RouteTable
-
-
-class Routes(NamedTuple):
-    """Routes of the tokens [N] of this rank in all layers, in the order of a Layout."""
-
-    trainer: RouteTable
-    sampler: RouteTable
 
 
 class _RouterWatch:
@@ -50,16 +43,12 @@ class _RouterWatch:
         self.pairs.append(maps.topk(self.router.config.moe_router_topk, dim=-1).indices.to(_shape(self.router).dtype))
         return result
 
-    def end(self) -> None:
-        vars(self.router).pop("routing", None)
-
 
 class RouteWatch:
     """The routers of this process during the pass over the old log-probs, and what they chose."""
 
     def __init__(self) -> None:
         self._routers: dict[int, _RouterWatch] = {}
-        self._device = torch.device("cpu")
         self._shifts: list[Tensor] = []
 
     def begin(self, model: Sequence[torch.nn.Module]) -> None:
@@ -73,17 +62,18 @@ class RouteWatch:
     def end(self) -> None:
         """Leave the routers as they were."""
         for watch in self._routers.values():
-            watch.end()
+            vars(watch.router).pop("routing", None)
 
-    def whole(self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]) -> Routes:
-        """All response tokens' routes, in the rollout's order, which are then forgotten; a collective of the model."""
+    def whole(
+        self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]
+    ) -> tuple[RouteTable, RouteTable]:
+        """The trainer's and the sampler's routes of all response tokens, in the rollout's order; as `collect`."""
         shape, tables = self._joined(ranks)
         of_sample: dict[int, Tensor] = {}
         for samples, layout, table in zip(micro_batches, layouts, tables, strict=True):
-            parts = table[:, layout.logits_rows(self._device)].split(layout.counts, 1)
-            of_sample |= zip(samples, parts, strict=True)
+            of_sample |= zip(samples, table[:, layout.logits_rows(table.device)].split(layout.counts, 1), strict=True)
         trainer, sampler = torch.cat([of_sample[number] for number in sorted(of_sample)], 1)
-        return Routes(RouteTable(shape, trainer), RouteTable(shape, sampler))
+        return RouteTable(shape, trainer), RouteTable(shape, sampler)
 
     def collect(self, ranks: Parallel) -> None:
         """Compare the routes row by row, for `next_shift`, and forget them; a collective of the model's processes."""
@@ -110,31 +100,30 @@ class RouteWatch:
         With sequence parallelism a micro-batch has the rows of all tensor-parallel ranks.
         """
         self.end()
-        layers = sorted(self._routers)
-        watches, self._routers = [self._routers[layer] for layer in layers], {}
+        watches = [self._routers[layer] for layer in sorted(self._routers)]
         group = ranks.tp_group if any(watch.router.config.sequence_parallel for watch in watches) else None
-        here: Any = (layers, None, [])
+        here: Any = (None, [])
         if watches:
-            whole = 1 if group is None else dist.get_world_size(group)
-            here = (layers, _shape(watches[0].router), [pair.shape[1] * whole for pair in watches[0].pairs])
-        stages = [here]
+            parts = 1 if group is None else dist.get_world_size(group)
+            shape = replace(_shape(watches[0].router), layers=tuple(sorted(self._routers)))
+            here = (shape, [pair.shape[1] * parts for pair in watches[0].pairs])
+        self._routers, stages = {}, [here]
         if not is_alone(ranks.pp_group):
             stages *= dist.get_world_size(ranks.pp_group)
             dist.all_gather_object(stages, here, group=ranks.pp_group)
-        known = [(shape, sizes) for _, shape, sizes in stages if shape is not None]
-        if not known:
+        held = [stage.layers if stage else () for stage, _ in stages]
+        shape, sizes = next((each for each in stages if each[0]), here)
+        if shape is None:
             raise ValueError("megatron_rc.routes needs a pass over the old log-probs of a model with experts")
-        (shape, sizes), held = known[0], [layers for layers, _, _ in stages]
-        every = [layer for layers in held for layer in layers]
-        ascending = torch.tensor(every, device=self._device).argsort()
+        layers = torch.tensor([layer for layers in held for layer in layers], device=self._device)
 
         def joined(number: int, rows: int) -> Tensor:
             pairs = [_gathered(watch.pairs[number], group).flatten(0, 1) for watch in watches]
             empty = torch.empty(2 * rows, 0, shape.top_k, dtype=shape.dtype, device=self._device)
             table = join_layers(torch.stack(pairs, 1) if pairs else None, held, empty, ranks.pp_group)
-            return table.index_select(1, ascending).unflatten(0, (2, rows))
+            return table.index_select(1, layers.argsort()).unflatten(0, (2, rows))
 
-        return replace(shape, layers=tuple(sorted(every))), (joined(*each) for each in enumerate(sizes))
+        return replace(shape, layers=tuple(sorted(layers.tolist()))), (joined(*each) for each in enumerate(sizes))
 
 
 WATCH = RouteWatch()
@@ -155,19 +144,14 @@ def _gathered(pair: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def _without_replay() -> Iterator[None]:
-    """Within this block the host's routers choose for themselves."""
-    stage = _exchange_stage("fallthrough")
+    """Within this block the host's routers choose for themselves; slime keeps the stage of replay in a variable."""
+    miles: Any = sys.modules.get("miles.utils.replay_base")
+    stages: Any = os.environ
+    key = "ROUTING_REPLAY_STAGE"
+    if miles is not None:
+        stages, key = vars(miles.routing_replay_manager), "stage"
+    before, stages[key] = stages[key], "fallthrough"
     try:
         yield
     finally:
-        _exchange_stage(stage)
-
-
-def _exchange_stage(stage: str) -> str:
-    """Set the stage of replay, which slime keeps in an environment variable; returns the one before."""
-    miles, variable = sys.modules.get("miles.utils.replay_base"), "ROUTING_REPLAY_STAGE"
-    if miles is None:
-        before, os.environ[variable] = os.environ[variable], stage
-    else:
-        before, miles.routing_replay_manager.stage = miles.routing_replay_manager.stage, stage
-    return before
+        stages[key] = before

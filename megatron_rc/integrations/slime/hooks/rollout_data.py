@@ -9,12 +9,13 @@ import torch
 
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
-from megatron_rc.integrations.slime.routes import WATCH, Routes
+from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.signals import LENGTHS
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
+from megatron_rc.moe.tables import RouteTable
 
 _LOST_BATCH = LostBatchWarning()
 
@@ -80,7 +81,7 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
             rollout_data[name] = torch.tensor(value)
 
 
-def _routes(args: Namespace, tokens: HostTokens) -> Routes:
+def _routes(args: Namespace, tokens: HostTokens) -> tuple[RouteTable, RouteTable]:
     batches, layouts = tokens.batch["micro_batch_indices"], []
     for samples in batches:
         lengths = {name: [tokens.batch[name][i] for i in samples] for name in ("total_lengths", "response_lengths")}
