@@ -22,6 +22,7 @@ from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
+from megatron_rc.integrations.slime.tokens import HostTokens
 
 WHOLE = {**naming("before_log_prob", "rollout_data"), "use_rollout_routing_replay": True, "get_mismatch_metrics": True}
 UPDATE = {**WHOLE, **naming("before_train_step", "tis"), "use_tis": True, "rollout_data_postprocess_path": None}
@@ -203,7 +204,6 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         layout = Layout.of(whole.totals, whole.responses, batch["max_seq_lens"], rank, size)
         assert sum(layout.counts) == sum(map(len, batch["log_probs"]))
         assert layout.rows == sum(len(positions(padded or total, rank, size)) for total in whole.totals)
-        assert torch.equal(layout.joined("log_probs", batch["log_probs"], ""), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.values["log_probs"]), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.loss_masks), torch.cat(local_masks(whole, rank, size, padded)))
         assert layout.cu_seqlens(torch.device("cpu")).diff().tolist() == [len(part) for part in batch["log_probs"]]
@@ -231,12 +231,16 @@ def test_a_turn_that_two_slices_share_has_one_number_and_positions_are_those_of_
 
 
 def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:
-    layout = Layout.of([4, 7], [2, 3], None, 0, 1)
+    def joined(values: Any, remedy: str) -> Tensor:
+        batch = {"total_lengths": [4, 7], "response_lengths": [2, 3], "log_probs": values}
+        return HostTokens(ours(Case()), batch).joined("log_probs", remedy)
+
+    assert joined([torch.zeros(2), torch.ones(3)], "").tolist() == [0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match=r"^log_probs of sample 1 must be \[3\] on this rank, got \(2,\)$"):
-        layout.joined("log_probs", [torch.zeros(2), torch.zeros(2)], "")
+        joined([torch.zeros(2), torch.zeros(2)], "")
     for given in (None, [torch.zeros(2), None]):
         with pytest.raises(ValueError, match="log_probs must be in every sample of the batch: set --this"):
-            layout.joined("log_probs", given, "set --this")  # type: ignore[arg-type]
+            joined(given, "set --this")
 
 
 def test_slimes_wrapper_of_a_process_group_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from megatron_rc.integrations.facts import MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import WithDefaults, refuse
 from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
-from megatron_rc.integrations.slime.settings import FAMILY, SLIME, read
+from megatron_rc.integrations.slime.settings import MILES, SLIME, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
@@ -52,7 +52,7 @@ def around_the_hooks(package: str, parameters: dict[str, str]) -> tuple[Symbol, 
 
 
 HOST = Host(
-    name=SLIME.name,
+    name=SLIME,
     summary="slime",
     module="slime",
     symbols=around_the_hooks(
@@ -100,7 +100,7 @@ def enable(args: Namespace) -> None:
     from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 
     # the host whose process this is has loaded the module which calls this hook
-    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
+    loaded = [host for host in (SLIME, MILES) if f"{host}.backends.megatron_utils.initialize" in sys.modules]
     if len(loaded) != 1:
         raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
     complete = WithDefaults(args, DEFAULTS)

@@ -12,7 +12,7 @@ from megatron_rc.integrations.slime.settings import (
     HOOKS,
     KEY,
     ROUTE_SHIFT,
-    Member,
+    SLIME,
     SlimeSettings,
     names,
     path_of,
@@ -23,7 +23,7 @@ from megatron_rc.learning_rate.rule import LRRule, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
 
 
-def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host: Member) -> Recipe:
+def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host: str) -> Recipe:
     """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
     rule = settings_of(lr_rule, "into a YAML file")
     hooks_for(SlimeSettings(correction=correction or RolloutCorrection(), lr_rule=rule), host)
@@ -32,7 +32,7 @@ def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host
     return Recipe(["--custom-config-path rc.yaml", ENABLE], {KEY: fields})
 
 
-def hooks_for(settings: SlimeSettings, host: Member, *, restarts: bool = False) -> list[str]:
+def hooks_for(settings: SlimeSettings, host: str, *, restarts: bool = False) -> list[str]:
     """The simplest hooks that can do it; the first one corrects.
 
     Args:
@@ -52,12 +52,12 @@ def hooks_for(settings: SlimeSettings, host: Member, *, restarts: bool = False) 
         # the lengths that hooks of the loss record for the next rollout are lost
         "lr_rule must have decay_period under --release-train": restarts and by_length(rule),
         # only slime's metrics of a rollout have a place for them
-        "routes must be false": settings.routes and host.whole_rollouts,
+        "routes must be false": settings.routes and host == SLIME,
     }
     whole = [change for change, needed in changes.items() if needed]
-    if whole and not (host.whole_rollouts and correction.old == "recompute"):
+    if whole and (host, correction.old) != (SLIME, "recompute"):
         raise ValueError(
-            f"{whole[0]} with {host.name} and old {correction.old!r}: it needs old 'recompute', and a hook that sees a "
+            f"{whole[0]} with {host} and old {correction.old!r}: it needs old 'recompute', and a hook that sees a "
             "whole rollout before its update, which slime has"
         )
     # tis keeps the host's own loss; beside rollout_data it only reports, because with one train step per rollout slime
@@ -84,7 +84,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 """Hook that corrects -> the host's arguments under which it is called."""
 
 
-def assignments(args: Any, host: Member) -> dict[str, Any]:
+def assignments(args: Any, host: str) -> dict[str, Any]:
     """What `enable` sets: argument of the host -> value.
 
     Args:

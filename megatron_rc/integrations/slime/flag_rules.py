@@ -6,7 +6,7 @@ from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by,
 from megatron_rc.integrations.flag_rules import FlagRule, refused
 from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
 from megatron_rc.integrations.slime.chosen_hooks import assignments
-from megatron_rc.integrations.slime.settings import ENABLE, KEY, Member, is_enabled, read
+from megatron_rc.integrations.slime.settings import ENABLE, KEY, MILES, SLIME, is_enabled, read
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
@@ -102,12 +102,16 @@ _RULES = (
 )  # fmt: skip
 
 
-def own_rules(host: Member) -> tuple[FlagRule, ...]:
+_NOT_RECORDED = {SLIME: ["--rollout-top-k"], MILES: ["--rollout-top-p", "--rollout-top-k"]}
+"""Host -> settings of the sampler under which it does not record the ids that it kept."""
+
+
+def own_rules(host: str) -> tuple[FlagRule, ...]:
     """Mistakes in the flags of a host."""
-    return (*rules_of({**FACTS, "narrowed": narrowed_by(*host.not_recorded)}), *_RULES)
+    return (*rules_of({**FACTS, "narrowed": narrowed_by(*_NOT_RECORDED[host])}), *_RULES)
 
 
-def rules_for(host: Member) -> tuple[FlagRule, ...]:
+def rules_for(host: str) -> tuple[FlagRule, ...]:
     """Those that doctor looks for: the settings of this package are among them."""
     return (
         *own_rules(host),

@@ -85,16 +85,3 @@ class Layout:
     def positions(self, loss_masks: Sequence[Tensor]) -> Tensor:
         """[N] index of each loss token among those of its whole response."""
         return self.local([mask.bool().cumsum(0) - 1 for mask in loss_masks])
-
-    def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:
-        """[N] from the host's list ``values`` of per-token tensors.
-
-        Raises:
-            ValueError: there is no list, or a tensor has another length than its sample has tokens on this rank.
-        """
-        if values is None or any(value is None for value in values):
-            raise ValueError(f"{name} must be in every sample of the batch: {remedy}")
-        for sample, (value, count) in enumerate(zip(values, self.counts, strict=True)):
-            if tuple(value.shape) != (count,):
-                raise ValueError(f"{name} of sample {sample} must be [{count}] on this rank, got {tuple(value.shape)}")
-        return torch.cat([*values])

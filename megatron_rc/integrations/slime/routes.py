@@ -115,15 +115,16 @@ class RouteWatch:
         shape, sizes = next((each for each in stages if each[0]), here)
         if shape is None:
             raise ValueError("megatron_rc.routes needs a pass over the old log-probs of a model with experts")
-        layers = torch.tensor([layer for layers in held for layer in layers], device=self._device)
+        layers = [layer for layers in held for layer in layers]
+        ascending = torch.tensor(layers, device=self._device).argsort()
 
         def joined(number: int, rows: int) -> Tensor:
             pairs = [_gathered(watch.pairs[number], group).flatten(0, 1) for watch in watches]
             empty = torch.empty(2 * rows, 0, shape.top_k, dtype=shape.dtype, device=self._device)
             table = join_layers(torch.stack(pairs, 1) if pairs else None, held, empty, ranks.pp_group)
-            return table.index_select(1, layers.argsort()).unflatten(0, (2, rows))
+            return table.index_select(1, ascending).unflatten(0, (2, rows))
 
-        return replace(shape, layers=tuple(sorted(layers.tolist()))), (joined(*each) for each in enumerate(sizes))
+        return replace(shape, layers=tuple(sorted(layers))), (joined(*each) for each in enumerate(sizes))
 
 
 WATCH = RouteWatch()

@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
@@ -29,20 +29,8 @@ HOOKS = {
 _FILES = {"pg_loss_reducer": "tis", "before_log_prob": "rollout_data"}
 """Hook -> its file in hooks/, where that has another name."""
 
-
-class Member(NamedTuple):
-    """What tells slime and miles apart, for the hooks that both of them call."""
-
-    name: str
-    whole_rollouts: bool
-    """Whether its hook rollout_data gets a whole rollout before the update."""
-    not_recorded: tuple[str, ...]
-    """Settings of the sampler under which the host does not record the ids that it kept."""
-
-
-SLIME = Member("slime", True, ("--rollout-top-k",))
-MILES = Member("miles", False, ("--rollout-top-p", "--rollout-top-k"))
-FAMILY = (SLIME, MILES)
+SLIME, MILES = "slime", "miles"
+"""The hosts that call these hooks. Only slime's hook rollout_data gets a whole rollout before the update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,25 @@
-"""The tokens that a hook of slime or miles sees on its process, and their correction."""
+"""The tokens that a hook of slime or miles sees on its process: their correction, and their metrics."""
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.reference.log_ratio import k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.layout import Layout
-from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
+from megatron_rc.integrations.slime.routes import WATCH
+from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, compares_in_update
+from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
 
 
 class HostTokens:
@@ -25,7 +31,7 @@ class HostTokens:
     """
 
     def __init__(self, args: Namespace, batch: Mapping[str, Any]) -> None:
-        self.batch, self.ranks = batch, parallel()
+        self.args, self.batch, self.ranks = args, batch, parallel()
         padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
         place = self.ranks.cp_rank, self.ranks.cp_size
         self.layout = Layout.of(batch["total_lengths"], batch["response_lengths"], padded, *place)
@@ -38,14 +44,22 @@ class HostTokens:
     @cached_property
     def rollout_logprobs(self) -> Tensor:
         """[N] fp32, nats."""
-        default = (
-            "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"
-        )
-        return self.joined("rollout_log_probs", default)
+        remedy = "must set Sample.rollout_log_probs (the default one does)"
+        return self.joined("rollout_log_probs", f"the function of --custom-generate-function-path {remedy}")
 
     def joined(self, name: str, remedy: str) -> Tensor:
-        """[N] of a list of the batch; raises as `Layout.joined`."""
-        return self.layout.joined(name, self.batch.get(name), remedy)
+        """[N] from the batch's list of that name.
+
+        Raises:
+            ValueError: there is no list, or a tensor has another length than its sample has tokens on this rank.
+        """
+        values = self.batch.get(name)
+        if values is None or any(value is None for value in values):
+            raise ValueError(f"{name} must be in every sample of the batch: {remedy}")
+        for sample, (value, count) in enumerate(zip(values, self.layout.counts, strict=True)):
+            if tuple(value.shape) != (count,):
+                raise ValueError(f"{name} of sample {sample} must be [{count}] on this rank, got {tuple(value.shape)}")
+        return torch.cat([*values])
 
     def corrected(
         self,
@@ -73,3 +87,41 @@ class HostTokens:
             dp_group=ranks.dp_group,
             cp_group=ranks.cp_group if cut else None,
         )
+
+    def corrected_next(
+        self, train_logprobs: Tensor, correction: RolloutCorrection, advantages: Tensor | None = None
+    ) -> tuple[Corrected, dict[str, Tensor]]:
+        """The correction of the next micro-batch of the update, and its metrics: name -> [N] fp32, detached.
+
+        Those below rc/, with l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token =
+        (e^l - 1)^2, the final weight, its square (ESS = mean^2 / mean of squares), and 1 where a token no longer
+        counts. All are 0 at corrupt tokens, whose share is nonfinite_share. With `routes` also route_shift, and
+        route_tokens_touched, 1 where it is not 0. Those that both hosts log by their own weights: tis = rho = e^l,
+        tis_abs = |rho - 1|, and with a weight of level token tis_clipfrac, 1 where it is bounded. Those of the rule of
+        the learning rate are constants, which the host's mean keeps where every sample has a loss token.
+
+        Source: slime, vanilla_tis_function.
+        """
+        LENGTHS.record(self.batch["response_lengths"])
+        shift = WATCH.next_shift(self.layout) if compares_in_update(self.args) else None
+        corrected = self.corrected(train_logprobs, correction, advantages, shift)
+        ratio = log_ratio(train_logprobs, self.rollout_logprobs, self.loss_mask)
+        ell = ratio.value.clamp(-correction.log_ratio_bound, correction.log_ratio_bound)
+        metrics = {
+            "k1": -ell,
+            "k3": k3(ell),
+            "chi2_token": ell.expm1().square(),
+            "weight": corrected.weights,
+            "weight_squared": corrected.weights.square(),
+            "masked_token": ratio.valid & ~corrected.mask,
+            "nonfinite_share": ~ratio.valid,
+        }
+        if shift is not None:
+            metrics |= {"route_shift": shift, "route_tokens_touched": shift > 0}
+        rho, weight = ell.double().exp(), correction.weight
+        metrics = prefixed(metrics) | {"tis": rho, "tis_abs": (rho - 1).abs()}
+        if weight is not None and weight.level == "token":
+            upper = weight.upper if isinstance(weight.upper, float | int) else math.inf
+            metrics["tis_clipfrac"] = (rho < (weight.lower or 0)) | (rho > upper)
+        found = {name: torch.where(self.loss_mask, value.float(), 0) for name, value in metrics.items()}
+        return corrected, found | {name: torch.full_like(ell, value) for name, value in LR_METRICS.items()}

@@ -47,25 +47,21 @@ class _Run(SchedulerRule):
     """The rule on a scheduler, whose state_dict Megatron saves whole and reads its own keys from."""
 
     def __init__(self, lr_rule: RuleSettings, rollout_id: int, start: int, scheduler: Any) -> None:
-        self.rule = lr_rule.build(scheduler.max_lr)
+        rule = lr_rule.build(scheduler.max_lr)
         self.rollout_id = rollout_id - 1
         """The last rollout that the rule has counted."""
         if rollout_id > start:
-            resume(self.rule, self._saved(scheduler))
-        super().__init__(scheduler, self.rule)
-
-    def _saved(self, scheduler: Any) -> Mapping[str, Any]:
-        """The state in the loaded checkpoint, from a rollout before this one."""
-        saved = _loaded.get(scheduler, {})
-        state = dict(saved.get(RULE) or earlier_state(saved) or {})
-        if state.get("rule") != self.rule.name or state[_ROLLOUT] > self.rollout_id:
-            raise ValueError(
-                f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the loaded "
-                "checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
-                f"megatron_rc.lr_rule_start to {self.rollout_id + 1}"
-            )
-        self.rollout_id = state.pop(_ROLLOUT)
-        return state
+            saved = _loaded.get(scheduler, {})
+            state = dict(saved.get(RULE) or earlier_state(saved) or {})
+            if state.get("rule") != rule.name or state[_ROLLOUT] > self.rollout_id:
+                raise ValueError(
+                    f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the "
+                    "loaded checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
+                    f"megatron_rc.lr_rule_start to {rollout_id}"
+                )
+            self.rollout_id = state.pop(_ROLLOUT)
+            resume(rule, state)
+        super().__init__(scheduler, rule)
 
     def take(self, rollout_id: int, signals: Signals) -> None:
         """Count the rollouts up to this one."""

@@ -11,7 +11,6 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
-from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import names, read
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
@@ -41,15 +40,16 @@ def loss(
     loss_mask = tokens.loss_mask
     old: Tensor | None = tokens.rollout_logprobs if correction.old == "rollout" else None
     if correction.old == "recompute":
-        remedy = "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
-        old = tokens.joined("log_probs", remedy)
+        old = tokens.joined(
+            "log_probs", "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
+        )
     advantages = torch.cat([*batch["advantages"]])
-    current, entropy = _logprobs(args, tokens, logits)
+    current, entropy = _logprobs(tokens, logits)
     # of the host's ratio, and of the importance ratio
     before = current.detach() if old is None else old
     train = current.detach() if correction.old == "rollout" else before
-    corrected, metrics = correct_micro_batch(args, tokens, train, correction, advantages)
-    reduce = reducer(args, tokens) if names(args, "pg_loss_reducer") else sum_of_sample_mean
+    corrected, metrics = tokens.corrected_next(train, correction, advantages)
+    reduce = reducer(tokens) if names(args, "pg_loss_reducer") else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)
     options = LossOptions(clip_lower=args.eps_clip, clip_upper=args.eps_clip_high, dual_clip=dual_clip)
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
@@ -74,9 +74,9 @@ def loss(
     return total, {name: value.detach().clone() for name, value in log.items()}
 
 
-def _logprobs(args: Namespace, tokens: HostTokens, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+def _logprobs(tokens: HostTokens, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     """[N] log-probs, 0 where loss_mask is 0, and the entropy if the host asks for it; both with gradient."""
-    flat, layout = logits.reshape(-1, logits.shape[-1]), tokens.layout
+    args, layout, flat = tokens.args, tokens.layout, logits.reshape(-1, logits.shape[-1])
     rows = layout.logits_rows(logits.device)
     targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
     samples = zip(tokens.batch["unconcat_tokens"], tokens.batch["response_lengths"], strict=True)
@@ -88,7 +88,7 @@ def _logprobs(args: Namespace, tokens: HostTokens, logits: Tensor) -> tuple[Tens
         temperature=args.rollout_temperature,
         # rows without a loss token cost nothing
         mask=targets.bool().index_copy(0, rows, tokens.loss_mask),
-        support=_support(args, tokens, flat),
+        support=_support(tokens, flat),
         with_entropy=bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True),
         inplace_backward=read(args).inplace_backward,
     )
@@ -96,15 +96,14 @@ def _logprobs(args: Namespace, tokens: HostTokens, logits: Tensor) -> tuple[Tens
     return logprobs.index_select(0, rows), None if entropy is None else entropy.index_select(0, rows)
 
 
-def _support(args: Namespace, tokens: HostTokens, logits: Tensor) -> Support | None:
+def _support(tokens: HostTokens, logits: Tensor) -> Support | None:
     """The kept ids that slime records for each response token under top-p, on the rows of the local logits."""
-    if args.rollout_top_p == 1:
+    top_p = tokens.args.rollout_top_p
+    if top_p == 1:
         return None
     ids, offsets = (tokens.batch.get(f"rollout_top_p_token_{part}") for part in ("ids", "offsets"))
     if ids is None or offsets is None:
-        raise ValueError(
-            f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {args.rollout_top_p}"
-        )
+        raise ValueError(f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {top_p}")
     # ids and offsets are in host memory; the rows between responses get no ids
     kept, counts = [torch.zeros(0, dtype=torch.int64)], torch.zeros(len(logits), dtype=torch.int64)
     for span in tokens.layout.spans:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import names, read
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
@@ -41,7 +40,7 @@ def tis(
     weigh = args.use_tis and not names(args, "rollout_data")
     if not weigh:
         correction = replace(correction, weight=None, reject=(), normalize="none")
-    corrected, metrics = correct_micro_batch(args, tokens, train, correction)
+    corrected, metrics = tokens.corrected_next(train, correction)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
@@ -71,17 +70,15 @@ def pg_loss_reducer(
     from megatron.training.global_vars import get_args
 
     batch = {"total_lengths": total_lengths, "response_lengths": response_lengths, "loss_masks": loss_masks}
-    return reducer(get_args(), HostTokens(get_args(), batch))
+    return reducer(HostTokens(get_args(), batch))
 
 
-def reducer(args: Namespace, tokens: HostTokens) -> Reduce:
-    """`pg_loss_reducer` for tokens of a micro-batch."""
-    aggregation = read(args).aggregation
+def reducer(tokens: HostTokens) -> Reduce:
+    """`pg_loss_reducer` of a micro-batch."""
+    aggregation, longest = read(tokens.args).aggregation, tokens.args.rollout_max_response_len
     assert aggregation is not None
     divisor = AGGREGATIONS[aggregation].divisor or (lambda *_: 1)
     masks = tokens.batch["loss_masks"]
-    scale = tokens.layout.local(
-        [mask / divisor(mask.sum().clamp(min=1), args.rollout_max_response_len) for mask in masks]
-    )
+    scale = tokens.layout.local([mask / divisor(mask.sum().clamp(min=1), longest) for mask in masks])
     # a masked token may hold anything
     return lambda losses: torch.where(scale > 0, losses * scale, 0).sum()
