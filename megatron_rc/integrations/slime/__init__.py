@@ -84,14 +84,10 @@ HOST = Host(
 def enable(args: Namespace) -> None:
     """Set the arguments that switch on the hooks which the settings need; refuse what those cannot do.
 
-    Both hosts call it in every training process before they read these arguments: slime reads them in its actor after
-    this hook, in its loss and before its train step, miles likewise. Arguments that only the driver process reads stay
-    as they are.
-
-    With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds. Where train data is
-    dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the log-probs then computes
-    the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of the whole vocabulary and
-    the log-probs of the kept ids.
+    Both hosts call it in every training process, and read these arguments there later; their driver process keeps its
+    own. With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds. Where train data is
+    dumped, the host's own pass over the log-probs is made to compute the entropy of the policy, but not under
+    --rollout-top-p: it takes the entropy of the whole vocabulary and the log-probs of the kept ids.
 
     Raises:
         ValueError: one sentence that names the flag or field to change.

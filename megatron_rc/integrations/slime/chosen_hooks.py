@@ -7,17 +7,7 @@ from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import refuse_correction, refused
 from megatron_rc.integrations.scheduler_rule import settings_of
-from megatron_rc.integrations.slime.settings import (
-    ENABLE,
-    HOOKS,
-    KEY,
-    ROUTE_SHIFT,
-    SLIME,
-    SlimeSettings,
-    names,
-    path_of,
-    read,
-)
+from megatron_rc.integrations.slime.settings import ENABLE, KEY, ROUTE_SHIFT, SLIME, SlimeSettings, names, naming, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.rule import LRRule, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
@@ -95,7 +85,7 @@ def assignments(args: Any, host: str) -> dict[str, Any]:
     """
     settings = read(args)
     hooks = hooks_for(settings, host, restarts=args.release_train)
-    values = {HOOKS[hook]: path_of(hook) for hook in hooks} | _SWITCHES[hooks[0]]
+    values = naming(*hooks) | _SWITCHES[hooks[0]]
     if settings.correction.old == "rollout":
         values["use_rollout_logprobs"] = True
     _refuse(args, settings, hooks, values)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import gathered, is_alone
+from megatron_rc.collectives import gathered_objects
 from megatron_rc.integrations.parallel import Parallel
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.moe.compare import compare_routes
-from megatron_rc.moe.gathering import join_layers
+from megatron_rc.moe.gathering import gather_bytes, join_layers
 from megatron_rc.moe.tables import MoeShape, RouteTable
 
 
@@ -107,10 +107,7 @@ class RouteWatch:
             parts = 1 if group is None else dist.get_world_size(group)
             shape = replace(_shape(watches[0].router), layers=tuple(sorted(self._routers)))
             here = (shape, [pair.shape[1] * parts for pair in watches[0].pairs])
-        self._routers, stages = {}, [here]
-        if not is_alone(ranks.pp_group):
-            stages *= dist.get_world_size(ranks.pp_group)
-            dist.all_gather_object(stages, here, group=ranks.pp_group)
+        self._routers, stages = {}, gathered_objects(here, ranks.pp_group)
         held = [stage.layers if stage else () for stage, _ in stages]
         shape, sizes = next((each for each in stages if each[0]), here)
         if shape is None:
@@ -119,9 +116,12 @@ class RouteWatch:
         ascending = torch.tensor(layers, device=self._device).argsort()
 
         def joined(number: int, rows: int) -> Tensor:
-            pairs = [_gathered(watch.pairs[number], group).flatten(0, 1) for watch in watches]
+            pairs = [watch.pairs[number] for watch in watches]
+            if group is not None:
+                pairs = [torch.cat([*gather_bytes(pair, group)], 1) for pair in pairs]
+            mine = torch.stack(pairs, 2).flatten(0, 1) if pairs else None
             empty = torch.empty(2 * rows, 0, shape.top_k, dtype=shape.dtype, device=self._device)
-            table = join_layers(torch.stack(pairs, 1) if pairs else None, held, empty, ranks.pp_group)
+            table = join_layers(mine, held, empty, ranks.pp_group)
             return table.index_select(1, ascending).unflatten(0, (2, rows))
 
         return replace(shape, layers=tuple(sorted(layers))), (joined(*each) for each in enumerate(sizes))
@@ -134,13 +134,6 @@ WATCH = RouteWatch()
 def _shape(router: Any) -> MoeShape:
     config = router.config
     return MoeShape(config.num_layers, (), config.moe_router_topk, config.num_moe_experts)
-
-
-def _gathered(pair: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None or is_alone(group):
-        return pair
-    # as bytes: NCCL knows no int16
-    return torch.cat([*gathered(pair.contiguous().view(torch.uint8), group).view(pair.dtype)], 1)
 
 
 @contextmanager

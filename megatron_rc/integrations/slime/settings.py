@@ -81,6 +81,11 @@ def path_of(hook: str) -> str:
     return f"{_HERE}.hooks.{_FILES.get(hook, hook)}.{hook}"
 
 
+def naming(*hooks: str) -> dict[str, str]:
+    """The arguments of a host that name these hooks of ours."""
+    return {HOOKS[hook]: path_of(hook) for hook in hooks}
+
+
 def names(args: Any, hook: str) -> bool:
     """Whether an argument of the host names this hook of ours."""
     return bool(getattr(args, HOOKS[hook], None) == path_of(hook))
