@@ -21,8 +21,9 @@ import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
 from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 from megatron_rc.integrations.slime.layout import Layout
-from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
+from megatron_rc.integrations.slime.routes import RouteWatch
 from megatron_rc.integrations.slime.tokens import HostTokens
+from megatron_rc.moe.watching import RouterWatch
 
 WHOLE = {**naming("before_log_prob", "rollout_data"), "use_rollout_routing_replay": True, "get_mismatch_metrics": True}
 UPDATE = {**WHOLE, **naming("before_train_step", "tis"), "use_tis": True, "rollout_data_postprocess_path": None}
@@ -142,7 +143,7 @@ def _megatrons_own_router() -> tuple[int, bool]:
     sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "num_moe_experts": 6, "moe_router_topk": 2}
     config = TransformerConfig(**sizes, moe_router_load_balancing_type="none")
     router: Any = TopKRouter(config=config, pg_collection=get_default_pg_collection())
-    watch = _RouterWatch(router)
+    watch = RouterWatch(router, nullcontext)
     with torch.no_grad():
         router.weight.copy_(torch.arange(24.0).view(6, 4).sin())
         router.eval()(torch.arange(20.0).view(5, 1, 4).cos())

@@ -21,6 +21,7 @@ from functools import partial
 
 from megatron_rc.integrations.facts import MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import WithDefaults, refuse
+from megatron_rc.integrations.scheduler_rule import remember_loaded_states
 from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
 from megatron_rc.integrations.slime.settings import MILES, SLIME, read
@@ -93,7 +94,6 @@ def enable(args: Namespace) -> None:
         ValueError: one sentence that names the flag or field to change.
     """
     from megatron_rc.collectives import is_first_process
-    from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 
     # the host whose process this is has loaded the module which calls this hook
     loaded = [host for host in (SLIME, MILES) if f"{host}.backends.megatron_utils.initialize" in sys.modules]

@@ -1,20 +1,17 @@
 """The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state.
 
-The state lies in the host's own checkpoint, next to that of Megatron's scheduler. Both hosts build the scheduler and
-load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which `enable` calls before that, lets
-Megatron's schedulers keep what they load and do not know.
+The state lies in the host's own checkpoint, within that of Megatron's scheduler.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from megatron_rc.integrations.parallel import parallel
-from megatron_rc.integrations.scheduler_rule import SchedulerRule
+from megatron_rc.integrations.scheduler_rule import SchedulerRule, loaded_state
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import KEY, compares_in_update, read
 from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
@@ -23,24 +20,6 @@ from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
 
 _ROLLOUT = "rollout_id"
-_loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
-
-
-def remember_loaded_states() -> None:
-    """Make every OptimizerParamScheduler of this process remember our part of the state that it loads."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    original = OptimizerParamScheduler.load_state_dict
-    if hasattr(original, KEY):
-        return
-
-    @wraps(original)
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        original(self, state_dict)
-        _loaded[self] = state_dict.get(KEY, {})
-
-    setattr(load_state_dict, KEY, True)
-    OptimizerParamScheduler.load_state_dict = load_state_dict
 
 
 class _Run(SchedulerRule):
@@ -51,7 +30,7 @@ class _Run(SchedulerRule):
         self.rollout_id = rollout_id - 1
         """The last rollout that the rule has counted."""
         if rollout_id > start:
-            saved = _loaded.get(scheduler, {})
+            saved = loaded_state(scheduler).get(KEY, {})
             state = dict(saved.get(RULE) or earlier_state(saved) or {})
             if state.get("rule") != rule.name or state[_ROLLOUT] > self.rollout_id:
                 raise ValueError(
