@@ -2,16 +2,13 @@
 
 What runs when, on the training processes of the host:
 
-1. `enable`, before the model is built, names the hooks that the settings need, and refuses flags and settings that
-   they cannot honour.
+1. `enable`, before the model is built, names the hooks that the settings need, and refuses what they cannot honour.
 2. `before_log_prob`, before the pass over the old log-probs, lets the routers say what they would choose.
 3. `rollout_data` (slime only) corrects a whole rollout before its update.
 4. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
-5. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` replaces it;
-   `pg_loss_reducer` sums either.
+5. `tis` weights the host's own loss of a micro-batch, or `loss` replaces it; `pg_loss_reducer` sums either.
 
-docs/hosts/slime.md has the recipe. Hooks are imported when the host loads them: doctor reads this package without
-torch.
+docs/hosts/slime.md has the recipe. The host imports the hooks: doctor reads this package without torch.
 """
 
 import logging
@@ -30,15 +27,6 @@ from megatron_rc.versions import version_of_tree
 
 __all__ = ["HOST", "enable"]
 _logger = logging.getLogger(__name__)
-
-_DIFFERENCES = (
-    "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its sequence; "
-    "with the first two the host's loss becomes NaN (slime), or counts it with ratio 1 (miles)",
-    "log-ratios are clamped to +-log_ratio_bound (20) before exp",
-    "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss tokens",
-    "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
-    "vocabulary",
-)
 
 LOSS = "args, batch, logits, sum_of_sample_mean"
 TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs"
@@ -73,7 +61,15 @@ HOST = Host(
     read_version=partial(version_of_tree, "slime"),
     recipe=partial(recipe, host=SLIME),
     tested="commit 624b824a898a",
-    differences=_DIFFERENCES,
+    differences=(
+        "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its "
+        "sequence; with the first two the host's loss becomes NaN (slime), or counts it with ratio 1 (miles)",
+        "log-ratios are clamped to +-log_ratio_bound (20) before exp",
+        "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss "
+        "tokens",
+        "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
+        "vocabulary",
+    ),
     where="Put a clone of THUDM/slime on PYTHONPATH.",
     flag_rules=rules_for(SLIME),
     without_rl="--loss-type[ =]sft_loss",
@@ -85,10 +81,10 @@ HOST = Host(
 def enable(args: Namespace) -> None:
     """Set the arguments that switch on the hooks which the settings need; refuse what those cannot do.
 
-    Both hosts call it in every training process, and read these arguments there later; their driver process keeps its
-    own. With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds. Where train data is
-    dumped, the host's own pass over the log-probs is made to compute the entropy of the policy, but not under
-    --rollout-top-p: it takes the entropy of the whole vocabulary and the log-probs of the kept ids.
+    Both hosts call it in every training process, and read these arguments there later; the driver process keeps its
+    own. With lr_rule, Megatron's schedulers remember what a checkpoint holds. Where train data is dumped, the host's
+    pass over the log-probs computes the entropy of the policy, too, but not under --rollout-top-p: that entropy would
+    be of the whole vocabulary, and the log-probs are of the kept ids.
 
     Raises:
         ValueError: one sentence that names the flag or field to change.

@@ -23,13 +23,9 @@ def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host
 
 
 def hooks_for(settings: SlimeSettings, host: str, *, restarts: bool = False) -> list[str]:
-    """The simplest hooks that can do it; the first one corrects.
+    """The simplest hooks that can do it, the one that corrects first; ValueError where the host has none.
 
-    Args:
-        restarts: whether the training processes are new for every rollout.
-
-    Raises:
-        ValueError: no hook of the host can do it.
+    ``restarts``: whether the training processes are new for every rollout.
     """
     correction, rule = settings.correction, settings.lr_rule
     # what must change for hooks that see one micro-batch
@@ -75,14 +71,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def assignments(args: Any, host: str) -> dict[str, Any]:
-    """What `enable` sets: argument of the host -> value.
-
-    Args:
-        args: the arguments of the host, with defaults for those that this version of it does not have.
-
-    Raises:
-        ValueError: an argument that the user has set to something else, or settings that no hook of the host can do.
-    """
+    """What `enable` sets, from arguments with defaults: argument -> value; ValueError where it must not set them."""
     settings = read(args)
     hooks = hooks_for(settings, host, restarts=args.release_train)
     values = naming(*hooks) | _SWITCHES[hooks[0]]
@@ -103,8 +92,7 @@ def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mappin
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     steps = args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
     for wrong, sentence in (
-        # the hook would replace them, by nothing where the correction is none; with a critic the driver of
-        # train_async.py reads the argument before `enable` runs
+        # with a critic and a correction the driver of train_async.py reads the argument before `enable` runs
         (args.use_tis and not names(args, "tis") and not (args.use_critic and correction.acts),
          f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{theirs}}} has "
          "the same ones"),

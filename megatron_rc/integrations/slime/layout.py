@@ -1,9 +1,8 @@
 """Where this rank holds the response tokens of a micro-batch: slime and miles keep one list entry per sample."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,44 +10,27 @@ from torch import Tensor
 from megatron_rc.correction.reference.segments import runs_of_mask
 
 
-class Span(NamedTuple):
-    """Consecutive response tokens of one sample on this rank."""
-
-    sample: int
-    first: int
-    """Index of the first token, counted from the start of the response."""
-    stop: int
-    row: int
-    """Row of the local logits that predicts the first token."""
-
-
 @dataclass(frozen=True)
 class Layout:
-    """The spans of all samples, in order; together they are the packed layout [N] of the host's per-token lists."""
+    """The packed layout [N] of the host's per-token lists on a rank."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[int, slice, int], ...]
+    """Sample, consecutive tokens of its response, and the row of the local logits that predicts the first, in order."""
     counts: tuple[int, ...]
     """Response tokens per sample on this rank."""
     rows: int
     """Rows of the local logits, without the padding at their end."""
 
     @classmethod
-    def of(
-        cls,
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        padded_lengths: Sequence[int] | None,
-        cp_rank: int,
-        cp_size: int,
-    ) -> "Layout":
-        """From the host's lengths, in tokens; ``padded_lengths`` are miles's max_seq_lens for padded batches.
+    def of(cls, lengths: Iterable[tuple[int, int, int]], cp_rank: int, cp_size: int) -> "Layout":
+        """From the tokens of every sample: in all, in its response, and as miles pads it, or in all again.
 
         With context parallelism a sequence is cut into 2 cp_size chunks of ceil(length / (2 cp_size)), and a rank has
         chunks cp_rank and 2 cp_size - 1 - cp_rank.
         """
         spans, counts, row = [], [], 0
-        for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-            chunk, chunks = total if padded_lengths is None else padded_lengths[sample], [0]
+        for sample, (total, response, chunk) in enumerate(lengths):
+            chunks = [0]
             if cp_size > 1:
                 chunk, chunks = math.ceil(chunk / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
             # the row that predicts the first token of the response
@@ -58,22 +40,18 @@ class Layout:
                 begin = number * chunk
                 first, stop = max(begin, shift), min(begin + chunk, total - 1)
                 if first < stop:
-                    spans.append(Span(sample, first - shift, stop - shift, row + first - begin))
+                    spans.append((sample, slice(first - shift, stop - shift), row + first - begin))
                     counts[-1] += stop - first
                 row += chunk
         return cls(tuple(spans), tuple(counts), row)
 
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        """[S + 1] int32."""
-        return torch.tensor([0, *self.counts], device=device).cumsum(0).to(torch.int32)
-
     def local(self, responses: Sequence[Tensor]) -> Tensor:
         """[N], the part on this rank of one tensor [response_length] per sample."""
-        return torch.cat([responses[0][:0], *(responses[s.sample][s.first : s.stop] for s in self.spans)])
+        return torch.cat([responses[0][:0], *(responses[sample][tokens] for sample, tokens, _ in self.spans)])
 
     def logits_rows(self, device: torch.device) -> Tensor:
         """[N] int64, the row of the local logits that predicts each token."""
-        parts = [torch.arange(s.row, s.row + s.stop - s.first, device=device) for s in self.spans]
+        parts = [torch.arange(tokens.stop - tokens.start, device=device) + row for _, tokens, row in self.spans]
         return torch.cat([torch.arange(0, device=device), *parts])
 
     def segments(self, loss_masks: Sequence[Tensor]) -> tuple[Tensor, int]:

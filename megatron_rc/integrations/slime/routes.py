@@ -1,9 +1,8 @@
 """The routes of the pass over the old log-probs: the experts that the trainer would choose, next to the sampler's.
 
-With --use-rollout-routing-replay the host's pass over the old log-probs uses the experts that the sampler chose. The
-hook `before_log_prob` lets every router of that pass also say which experts it would have chosen itself. `rollout_data`
-compares the two for the whole rollout; where the host has no such hook, `before_train_step` collects them from the
-pipeline stages, and `tis` or `loss` read those of their micro-batch.
+With --use-rollout-routing-replay that pass uses the experts that the sampler chose, and the hook `before_log_prob` lets
+every router also say which experts it would have chosen itself. `rollout_data` compares the two for the whole rollout;
+where the host has no such hook, `before_train_step` collects them, and `tis` or `loss` read those of their micro-batch.
 """
 
 import os
@@ -54,11 +53,7 @@ class RouteWatch:
         self._shifts = [compare_routes(*table).differing_layers.float() / len(shape.layers) for table in tables]
 
     def next_shift(self, layout: Layout) -> Tensor:
-        """[N] fp32: share of the layers with experts whose decision differs, of the next micro-batch in order.
-
-        Raises:
-            ValueError: the pass over the old log-probs had fewer micro-batches, or other ones.
-        """
+        """[N] fp32, of the next micro-batch in order: the share of the layers with experts whose decision differs."""
         if not self._shifts or len(self._shifts[0]) < layout.rows:
             raise ValueError(
                 "megatron_rc.routes needs the update to see the micro-batches of the pass over the old log-probs in "

@@ -19,8 +19,8 @@ _Totals = tuple[int, int, int, int]
 class Lengths:
     """Lengths, truncated share, and the correction's metrics of a rollout.
 
-    The hook rollout_data records all of them, from the whole rollout and before its update. The hooks of the loss
-    record lengths alone, from micro-batches during the update, so the rule reads these at the next rollout.
+    The hook rollout_data records all of them, before the update. The hooks of the loss record lengths alone, from
+    micro-batches during the update, so the rule reads these at the next rollout.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,10 @@ class Lengths:
         self._mismatch = {rollout_id: signals}
 
     def take(self, rollout_id: int, device: torch.device) -> Signals:
-        """The signals over all ranks: of rollout ``rollout_id`` if it was recorded whole, else micro-batches' lengths.
-
-        A collective over the world; what was recorded is forgotten.
-        """
+        """Pool over the world, and forget: this rollout if it was recorded whole, else the lengths of micro-batches."""
         world = dist.group.WORLD if dist.is_initialized() else None
         # tensor, context and pipeline ranks repeat samples equally often, which leaves the means as they are
-        totals = torch.tensor(self._rollouts.get(rollout_id, self._recorded), device=device)
+        totals = torch.tensor(self._rollouts.get(rollout_id, self._recorded), dtype=torch.int64, device=device)
         tokens, responses, truncated, judged = all_reduced(totals, world).tolist()
         mismatch = self._mismatch.get(rollout_id, NOTHING)
         # NaN: not known; the ranks that know a number hold the same one

@@ -32,9 +32,11 @@ class HostTokens:
 
     def __init__(self, args: Namespace, batch: Mapping[str, Any]) -> None:
         self.args, self.batch, self.ranks = args, batch, parallel()
-        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
-        place = self.ranks.cp_rank, self.ranks.cp_size
-        self.layout = Layout.of(batch["total_lengths"], batch["response_lengths"], padded, *place)
+        totals, padded = batch["total_lengths"], batch.get("max_seq_lens")
+        if padded is None or getattr(args, "qkv_format", "thd") != "bshd":
+            padded = totals
+        lengths = zip(totals, batch["response_lengths"], padded, strict=True)
+        self.layout = Layout.of(lengths, self.ranks.cp_rank, self.ranks.cp_size)
 
     @cached_property
     def loss_mask(self) -> Tensor:
@@ -48,11 +50,7 @@ class HostTokens:
         return self.joined("rollout_log_probs", f"the function of --custom-generate-function-path {remedy}")
 
     def joined(self, name: str, remedy: str) -> Tensor:
-        """[N] from the batch's list of that name.
-
-        Raises:
-            ValueError: there is no list, or a tensor has another length than its sample has tokens on this rank.
-        """
+        """[N] from the batch's list of that name; ValueError where it is missing or not what this rank holds."""
         values = self.batch.get(name)
         if values is None or any(value is None for value in values):
             raise ValueError(f"{name} must be in every sample of the batch: {remedy}")
@@ -62,24 +60,20 @@ class HostTokens:
         return torch.cat([*values])
 
     def corrected(
-        self,
-        train_logprobs: Tensor,
-        correction: RolloutCorrection,
-        advantages: Tensor | None,
-        route_shift: Tensor | None = None,
+        self, train: Tensor, correction: RolloutCorrection, advantages: Tensor | None, route_shift: Tensor | None
     ) -> Corrected:
-        """`correct` on the host's layout; all other tensors are [N]."""
+        """`correct` on the host's layout, for log pi ``train``; all tensors are [N]."""
         layout, ranks, loss_masks = self.layout, self.ranks, self.batch["loss_masks"]
         # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
         cut, plan = ranks.cp_size > 1, Plan.of(correction)
         positions = layout.positions(loss_masks) if cut and plan.sums_prefixes else None
         segment_ids, num_segments = layout.segments(loss_masks) if cut and "segment" in plan.units else (None, None)
         return correct(
-            train_logprobs,
+            train,
             self.rollout_logprobs,
             self.loss_mask,
             correction=correction,
-            cu_seqlens=layout.cu_seqlens(train_logprobs.device),
+            cu_seqlens=torch.tensor([0, *layout.counts], device=train.device).cumsum(0).to(torch.int32),
             segment_ids=segment_ids,
             num_segments=num_segments,
             advantages=advantages,
@@ -89,23 +83,22 @@ class HostTokens:
         )
 
     def corrected_next(
-        self, train_logprobs: Tensor, correction: RolloutCorrection, advantages: Tensor | None = None
+        self, train: Tensor, correction: RolloutCorrection, advantages: Tensor | None = None
     ) -> tuple[Corrected, dict[str, Tensor]]:
         """The correction of the next micro-batch of the update, and its metrics: name -> [N] fp32, detached.
 
-        Those below rc/, with l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token =
-        (e^l - 1)^2, the final weight, its square (ESS = mean^2 / mean of squares), and 1 where a token no longer
+        With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2.
+        Besides these the final weight, its square (ESS = mean^2 / mean of squares), and 1 where a token no longer
         counts. All are 0 at corrupt tokens, whose share is nonfinite_share. With `routes` also route_shift, and
-        route_tokens_touched, 1 where it is not 0. Those that both hosts log by their own weights: tis = rho = e^l,
-        tis_abs = |rho - 1|, and with a weight of level token tis_clipfrac, 1 where it is bounded. Those of the rule of
-        the learning rate are constants, which the host's mean keeps where every sample has a loss token.
-
-        Source: slime, vanilla_tis_function.
+        route_tokens_touched, 1 where it is not 0. Both hosts log more by their own weights, in slime's
+        vanilla_tis_function: tis = rho = e^l, tis_abs = |rho - 1|, and with a weight of level token tis_clipfrac, 1
+        where it is bounded. Metrics of the rule of the learning rate are constants, which the host's mean keeps where
+        every sample has a loss token.
         """
         LENGTHS.record(self.batch["response_lengths"])
         shift = WATCH.next_shift(self.layout) if compares_in_update(self.args) else None
-        corrected = self.corrected(train_logprobs, correction, advantages, shift)
-        ratio = log_ratio(train_logprobs, self.rollout_logprobs, self.loss_mask)
+        corrected = self.corrected(train, correction, advantages, shift)
+        ratio = log_ratio(train, self.rollout_logprobs, self.loss_mask)
         ell = ratio.value.clamp(-correction.log_ratio_bound, correction.log_ratio_bound)
         metrics = {
             "k1": -ell,

@@ -1,14 +1,9 @@
-"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state.
-
-The state lies in the host's own checkpoint, within that of Megatron's scheduler.
-"""
+"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state."""
 
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import torch
 
 from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.scheduler_rule import SchedulerRule, loaded_state
@@ -18,8 +13,6 @@ from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
 from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
-
-_ROLLOUT = "rollout_id"
 
 
 class _Run(SchedulerRule):
@@ -32,13 +25,13 @@ class _Run(SchedulerRule):
         if rollout_id > start:
             saved = loaded_state(scheduler).get(KEY, {})
             state = dict(saved.get(RULE) or earlier_state(saved) or {})
-            if state.get("rule") != rule.name or state[_ROLLOUT] > self.rollout_id:
+            if state.get("rule") != rule.name or state["rollout_id"] > self.rollout_id:
                 raise ValueError(
                     f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the "
                     "loaded checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
                     f"megatron_rc.lr_rule_start to {rollout_id}"
                 )
-            self.rollout_id = state.pop(_ROLLOUT)
+            self.rollout_id = state.pop("rollout_id")
             resume(rule, state)
         super().__init__(scheduler, rule)
 
@@ -52,25 +45,20 @@ class _Run(SchedulerRule):
         LR_METRICS.update(self.rule.metrics())
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._own_state(), KEY: {RULE: {_ROLLOUT: self.rollout_id, **state_of(self.rule)}}}
+        return {**self._own_state(), KEY: {RULE: {"rollout_id": self.rollout_id, **state_of(self.rule)}}}
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
 
 
 def before_train_step(
-    args: Namespace,
-    rollout_id: int,
-    step_id: int,
-    model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
     """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
-    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
-    those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
-    the loss. The host's checkpoints hold the rule's state next to the scheduler's.
+    Signals are those of this rollout where rollout_data is set, else the lengths of the rollout before. The host's
+    checkpoints hold the rule's state next to the scheduler's. With `routes`, and without rollout_data, it also compares
+    the routes of the pass over the old log-probs.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
@@ -79,8 +67,7 @@ def before_train_step(
         ValueError: a run that resumes finds no state of the rule.
     """
     settings = read(args)
-    is_critic = getattr(args, "loss_type", None) == "value_loss"
-    if step_id != 0 or is_critic or opt_param_scheduler is None:
+    if step_id != 0 or opt_param_scheduler is None or getattr(args, "loss_type", None) == "value_loss":
         return
     if compares_in_update(args):
         WATCH.collect(parallel())

@@ -37,12 +37,10 @@ def loss(
         (loss, metrics for the host's log: name -> 0-d).
     """
     correction, tokens = read(args).correction, HostTokens(args, batch)
-    loss_mask = tokens.loss_mask
-    old: Tensor | None = tokens.rollout_logprobs if correction.old == "rollout" else None
+    old = tokens.rollout_logprobs if correction.old == "rollout" else None
     if correction.old == "recompute":
-        old = tokens.joined(
-            "log_probs", "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
-        )
+        remedy = "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
+        old = tokens.joined("log_probs", remedy)
     advantages = torch.cat([*batch["advantages"]])
     current, entropy = _logprobs(tokens, logits)
     # of the host's ratio, and of the importance ratio
@@ -55,11 +53,12 @@ def loss(
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
 
     # a masked row may hold anything, and 0 times NaN is NaN
-    log_ratio = torch.where(loss_mask, (current - before).detach(), 0)
+    log_ratio = torch.where(tokens.loss_mask, (current - before).detach(), 0)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
-    ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
-    metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
-    metrics["ppo_kl"], metrics["ois"] = -log_ratio, ratio
+    ratio = metrics["ois"] = log_ratio.exp()
+    over, under = ratio > 1 + args.eps_clip_high, ratio < 1 - args.eps_clip
+    metrics["pg_clipfrac"] = ((advantages > 0) & over | (advantages < 0) & under).float()
+    metrics["ppo_kl"] = -log_ratio
     log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
     total = log["pg_loss"] = policy.loss
     if entropy is not None:
@@ -68,7 +67,7 @@ def loss(
             total = total - args.entropy_coef * log["entropy_loss"]
     if args.use_kl_loss:
         reference = tokens.joined("ref_log_probs", "--ref-load must be set")
-        log["kl_loss"] = sum_of_sample_mean(_kl(args, current, before, reference, loss_mask))
+        log["kl_loss"] = sum_of_sample_mean(_kl(args, current, before, reference, tokens.loss_mask))
         total = total + args.kl_loss_coef * log["kl_loss"]
     log["loss"] = total
     return total, {name: value.detach().clone() for name, value in log.items()}
@@ -106,10 +105,10 @@ def _support(tokens: HostTokens, logits: Tensor) -> Support | None:
         raise ValueError(f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {top_p}")
     # ids and offsets are in host memory; the rows between responses get no ids
     kept, counts = [torch.zeros(0, dtype=torch.int64)], torch.zeros(len(logits), dtype=torch.int64)
-    for span in tokens.layout.spans:
-        edges = torch.as_tensor(offsets[span.sample])[span.first : span.stop + 1].long().cpu()
-        kept.append(torch.as_tensor(ids[span.sample])[int(edges[0]) : int(edges[-1])].long().cpu())
-        counts[span.row : span.row + span.stop - span.first] = edges.diff()
+    for sample, span, row in tokens.layout.spans:
+        edges = torch.as_tensor(offsets[sample])[span.start : span.stop + 1].long().cpu()
+        kept.append(torch.as_tensor(ids[sample])[int(edges[0]) : int(edges[-1])].long().cpu())
+        counts[row : row + span.stop - span.start] = edges.diff()
     return Support(torch.cat(kept), torch.cat([counts.new_zeros(1), counts.cumsum(0)])).to(logits.device)
 
 

@@ -15,7 +15,6 @@ from megatron_rc.integrations.slime.signals import LENGTHS
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
-from megatron_rc.moe.tables import RouteTable
 
 _LOST_BATCH = LostBatchWarning()
 
@@ -45,28 +44,26 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
     settings, tokens = read(args), HostTokens(args, rollout_data)
     correction, layout, ranks = settings.correction, tokens.layout, tokens.ranks
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
-    routes = _routes(args, tokens) if settings.routes else None
+    if settings.routes:
+        batches, lengths = rollout_data["micro_batch_indices"], ("total_lengths", "response_lengths")
+        parts = [{name: [rollout_data[name][i] for i in samples] for name in lengths} for samples in batches]
+        routes = WATCH.whole(ranks, batches, [HostTokens(args, part).layout for part in parts])
     if not ranks.last_stage:
         return
-    train = tokens.joined(
-        "log_probs", "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
-    )
+    remedy = "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
+    train = tokens.joined("log_probs", remedy)
     advantages = tokens.joined("advantages", "--compute-advantages-and-returns")
     shift = None
-    if routes is not None:
-        shift = expert_shift(
-            *routes,
-            tokens.loss_mask,
-            log_ratio=train - tokens.rollout_logprobs,
-            positions=layout.positions(rollout_data["loss_masks"]),
-            log_ratio_bound=correction.log_ratio_bound,
-        )
+    if settings.routes:
+        bound, positions = correction.log_ratio_bound, layout.positions(rollout_data["loss_masks"])
+        gap, mask = train - tokens.rollout_logprobs, tokens.loss_mask
+        shift = expert_shift(*routes, mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
     corrected = tokens.corrected(train, correction, advantages, shift and shift.route_shift)
     if shift is not None:
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
-    given = settings.max_nonfinite_share
-    corrected.metrics.check(0.01 if given is None else given, correction.max_k3)
+    limit = {} if settings.max_nonfinite_share is None else {"max_nonfinite_share": settings.max_nonfinite_share}
+    corrected.metrics.check(**limit, max_k3=correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
@@ -79,11 +76,3 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
         # the lists of expert shift, by layer and by position, have no place in the host's log
         if not isinstance(value, list) and not math.isnan(value):
             rollout_data[name] = torch.tensor(value)
-
-
-def _routes(args: Namespace, tokens: HostTokens) -> tuple[RouteTable, RouteTable]:
-    batches, layouts = tokens.batch["micro_batch_indices"], []
-    for samples in batches:
-        lengths = {name: [tokens.batch[name][i] for i in samples] for name in ("total_lengths", "response_lengths")}
-        layouts.append(HostTokens(args, lengths).layout)
-    return WATCH.whole(tokens.ranks, batches, layouts)

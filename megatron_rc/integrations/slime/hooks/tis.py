@@ -50,10 +50,7 @@ def tis(
 
 
 def pg_loss_reducer(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool,
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
 ) -> Reduce:
     """A reducer that sums one number per sample, by `aggregation`; the host divides the sum by the step's rollouts.
 
