@@ -1,11 +1,13 @@
 """Collectives over process groups, where a group of None means no communication."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 Group = dist.ProcessGroup | None
 """Ranks that communicate; None: this process alone."""
 
@@ -52,6 +54,15 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = tensor.new_empty(dist.get_world_size(group) * tensor.numel())
     all_gather_into(everyone, tensor.reshape(-1).contiguous(), group)
     return everyone.view(-1, *tensor.shape)
+
+
+def gathered_objects(value: T, group: Group) -> list[T]:
+    """The values of all ranks of a group, in rank order; they are pickled."""
+    if is_alone(group):
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def pool_units(sums: Sequence[Tensor], maxima: Sequence[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor]]:

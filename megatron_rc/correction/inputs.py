@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
-from megatron_rc.collectives import Group, is_alone
+from megatron_rc.collectives import Group, gathered_objects, is_alone
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import Unit
 
@@ -320,9 +320,6 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, ov
 
 
 def check_same_on_ranks(must: str, value: int, group: Group, name: str) -> None:
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    values: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    values = gathered_objects(value, group)
     if len(set(values)) > 1:
         raise ValueError(f"{must} on all ranks of {name}, got {values}")

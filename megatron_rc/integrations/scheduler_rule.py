@@ -1,7 +1,10 @@
 """The rule of a learning rate on the scheduler that a host builds, kept in the host's own checkpoint."""
 
 import logging
+from collections.abc import Mapping
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
 from megatron_rc.learning_rate.rule import HOST_KEY, LRRule, earlier_state, resume, state_of
@@ -69,6 +72,33 @@ class SchedulerRule:
 
 
 _METHODS = ("state_dict", "load_state_dict")
+
+_loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
+
+
+def remember_loaded_states() -> None:
+    """Make every OptimizerParamScheduler of this process remember the state that it loads, for `loaded_state`.
+
+    For a host that loads a checkpoint into the scheduler before any hook sees it; call it before that.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    original = OptimizerParamScheduler.load_state_dict
+    if hasattr(original, HOST_KEY):
+        return
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        original(self, state_dict)
+        _loaded[self] = state_dict
+
+    setattr(load_state_dict, HOST_KEY, True)
+    OptimizerParamScheduler.load_state_dict = load_state_dict
+
+
+def loaded_state(opt_param_scheduler: Any) -> Mapping[str, Any]:
+    """What a scheduler has loaded since `remember_loaded_states`; empty where it has loaded nothing."""
+    return _loaded.get(opt_param_scheduler, {})
 
 
 class HoldsRule:

@@ -1,4 +1,4 @@
-"""Tables of routes, joined over pipeline stages, where each stage has the routers of its own layers."""
+"""Tables of routes, joined over pipeline stages, which have layers of their own, and over ranks with other rows."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import Group
+from megatron_rc.collectives import Group, gathered
 
 
 def join_layers(mine: Tensor | None, stages: Sequence[Sequence[int]], rows: Tensor, pipeline: Group) -> Tensor:
@@ -29,3 +29,8 @@ def join_layers(mine: Tensor | None, stages: Sequence[Sequence[int]], rows: Tens
             dist.broadcast(part.view(torch.uint8), dist.get_global_rank(pipeline, stage), group=pipeline)
         columns.append(part)
     return torch.cat(columns, 1)
+
+
+def gather_bytes(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, ...]: the tensors of all ranks of a group, as `gathered`, in any dtype: NCCL knows no int16."""
+    return gathered(part.contiguous().view(torch.uint8), group).view(part.dtype)

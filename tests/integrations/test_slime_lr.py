@@ -17,9 +17,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
-from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
-from megatron_rc.integrations.slime.log_metrics import LR_METRICS
-from megatron_rc.integrations.slime.tokens import LENGTHS
+from megatron_rc.integrations.scheduler_rule import remember_loaded_states
+from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
 from megatron_rc.learning_rate.scale import Signals
 
 LR = 1e-6

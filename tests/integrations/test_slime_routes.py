@@ -18,9 +18,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
+from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
-from megatron_rc.integrations.slime.layout import Layout, parallel
-from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
+from megatron_rc.integrations.slime.layout import Layout
+from megatron_rc.integrations.slime.routes import RouteWatch
+from megatron_rc.integrations.slime.tokens import HostTokens
+from megatron_rc.moe.watching import RouterWatch
 
 WHOLE = {**naming("before_log_prob", "rollout_data"), "use_rollout_routing_replay": True, "get_mismatch_metrics": True}
 UPDATE = {**WHOLE, **naming("before_train_step", "tis"), "use_tis": True, "rollout_data_postprocess_path": None}
@@ -33,6 +36,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(correction: Any = "none", **changes: Any) -> Namespace:
     return ours(Case(), **{**WHOLE, "megatron_rc": {"correction": correction, "routes": True}, **changes})
+
+
+def layout_of(totals: list[int], responses: list[int], padded: list[int] | None, rank: int, size: int) -> Layout:
+    return Layout.of(zip(totals, responses, padded or totals, strict=True), rank, size)
 
 
 def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_environment, **more: Any) -> Model:
@@ -140,12 +147,11 @@ def _megatrons_own_router() -> tuple[int, bool]:
     sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "num_moe_experts": 6, "moe_router_topk": 2}
     config = TransformerConfig(**sizes, moe_router_load_balancing_type="none")
     router: Any = TopKRouter(config=config, pg_collection=get_default_pg_collection())
-    watch = _RouterWatch(router)
+    watch = RouterWatch(router, nullcontext)
     with torch.no_grad():
         router.weight.copy_(torch.arange(24.0).view(6, 4).sin())
         router.eval()(torch.arange(20.0).view(5, 1, 4).cos())
     (pair,) = watch.pairs
-    watch.end()
     return len(pair[0]), torch.equal(pair[0].sort(-1).values, pair[1].sort(-1).values)
 
 
@@ -158,7 +164,7 @@ def _work(rank: int) -> dict[str, Any]:
         layers = ((1, 5), (2,))[rank] if name == "pp2" else LAYERS
         ranks, samples = parallel(), whole()
         sizes_of = [[[of[i] for i in batch] for of in (samples.totals, samples.responses)] for batch in MICRO_BATCHES]
-        layouts = [Layout.of(*each, None, ranks.cp_rank, ranks.cp_size) for each in sizes_of]
+        layouts = [layout_of(*each, None, ranks.cp_rank, ranks.cp_size) for each in sizes_of]
         watches = [RouteWatch(), RouteWatch()]
         for each in watches:
             model = model_of(rows, layers, sequence_parallel=name == "tp2")
@@ -200,13 +206,11 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         chance = random.Random(seed)
         whole = rollout(seed, [(chance.randint(1, 9), chance.randint(0, 9)) for _ in range(6)])
         batch = micro_batch(whole, rank, size, padded)
-        layout = Layout.of(whole.totals, whole.responses, batch["max_seq_lens"], rank, size)
-        assert sum(layout.counts) == sum(map(len, batch["log_probs"]))
+        layout = layout_of(whole.totals, whole.responses, batch["max_seq_lens"], rank, size)
         assert layout.rows == sum(len(positions(padded or total, rank, size)) for total in whole.totals)
-        assert torch.equal(layout.joined("log_probs", batch["log_probs"], ""), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.values["log_probs"]), torch.cat(batch["log_probs"]))
         assert torch.equal(layout.local(whole.loss_masks), torch.cat(local_masks(whole, rank, size, padded)))
-        assert layout.cu_seqlens(torch.device("cpu")).diff().tolist() == [len(part) for part in batch["log_probs"]]
+        assert list(layout.counts) == [len(part) for part in batch["log_probs"]]
         # the row of a token is that of the logits which predict it, and its target is the token itself
         logits = batch["logits"].reshape(-1, batch["logits"].shape[-1])
         rows = layout.logits_rows(torch.device("cpu"))
@@ -222,8 +226,8 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
 def test_a_turn_that_two_slices_share_has_one_number_and_positions_are_those_of_whole_responses(rank: int) -> None:
     # responses of 8 tokens with a hole: two turns per sample, cut by zigzag slices of 3 and 1, 2, 2 tokens
     masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
-    layout, turns = Layout.of([9, 9], [8, 8], None, rank, 2), [0, 0, 0, 0, 0, 1, 1, 1]
-    tokens = [(s.sample, t) for s in layout.spans for t in range(s.first, s.stop)]
+    layout, turns = layout_of([9, 9], [8, 8], None, rank, 2), [0, 0, 0, 0, 0, 1, 1, 1]
+    tokens = [(sample, t) for sample, part, _ in layout.spans for t in range(part.start, part.stop)]
     ids, bound = layout.segments(masks)
     assert ids.tolist() == [2 * sample + turns[t] for sample, t in tokens] and bound >= 4
     found = layout.positions(masks)[layout.local(masks).bool()]
@@ -231,12 +235,16 @@ def test_a_turn_that_two_slices_share_has_one_number_and_positions_are_those_of_
 
 
 def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:
-    layout = Layout.of([4, 7], [2, 3], None, 0, 1)
+    def joined(values: Any, remedy: str) -> Tensor:
+        lengths = {"total_lengths": [4, 7], "response_lengths": [2, 3]}
+        return HostTokens(ours(Case()), {**lengths, "log_probs": values}).joined("log_probs", remedy)
+
+    assert joined([torch.zeros(2), torch.ones(3)], "").tolist() == [0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match=r"^log_probs of sample 1 must be \[3\] on this rank, got \(2,\)$"):
-        layout.joined("log_probs", [torch.zeros(2), torch.zeros(2)], "")
+        joined([torch.zeros(2), torch.zeros(2)], "")
     for given in (None, [torch.zeros(2), None]):
         with pytest.raises(ValueError, match="log_probs must be in every sample of the batch: set --this"):
-            layout.joined("log_probs", given, "set --this")  # type: ignore[arg-type]
+            joined(given, "set --this")
 
 
 def test_slimes_wrapper_of_a_process_group_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """correct_micro_batch: the call that a patched program makes in its own loss function."""
 
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
@@ -8,6 +7,7 @@ from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.integrations.megatron_training.flag_rules import NAME
+from megatron_rc.integrations.parallel import parallel
 
 
 def correct_micro_batch(
@@ -52,7 +52,7 @@ def correct_micro_batch(
     correction = state.correction if state else RolloutCorrection()
     if mean_k3 is None:
         correction.check_one_micro_batch("correct_micro_batch")
-    split = parallel_state.get_context_parallel_world_size() > 1
+    ranks = parallel()
     corrected = correct(
         train_logprobs,
         rollout_logprobs,
@@ -63,7 +63,7 @@ def correct_micro_batch(
         num_segments=num_segments,
         advantages=advantages,
         extras=Extras(mean_k3=mean_k3),
-        cp_group=parallel_state.get_context_parallel_group() if split else None,
+        cp_group=ranks.cp_group if ranks.cp_size > 1 else None,
         backend=backend,
     )
     if state is not None and state.step is not None:

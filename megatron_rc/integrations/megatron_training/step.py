@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.correction.metrics import MetricSums
@@ -19,6 +18,7 @@ from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
+from megatron_rc.integrations.parallel import Parallel, parallel
 from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import LRRule, mismatch_signals
@@ -103,8 +103,8 @@ class TrainingStep:
             ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
                 alike, before the optimizer steps.
         """
-        is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        report = _from_last_stage(self._pool() if is_last_stage else None)
+        ranks = parallel()
+        report = _from_last_stage(self._pool(ranks) if ranks.last_stage else None, ranks.pp_group)
         if report.problem is not None:
             raise ValueError(report.problem)
         state = self._state
@@ -121,18 +121,18 @@ class TrainingStep:
             raise ValueError(f"lr_rule needs {needed}")
         self._log(rule.metrics())
 
-    def _pool(self) -> _Report:
+    def _pool(self, ranks: Parallel) -> _Report:
         """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = ranks.dp_cp_group
         nothing = torch.zeros(4, dtype=torch.float64, device=emulation.device())
         responses = torch.stack([nothing, *self._responses]).sum(0)
         counts = responses.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
         shared = torch.cat([responses, counts])
         dist.all_reduce(shared, group=group)
-        total, measured, truncated, judged, micro_batches, new_rollouts, ranks = shared.tolist()
+        total, measured, truncated, judged, micro_batches, new_rollouts, reporting = shared.tolist()
         if not micro_batches:
             return _Report(exists=False)
-        if ranks < dist.get_world_size(group):
+        if reporting < dist.get_world_size(group):
             return _Report("correct_micro_batch must be called on every data-parallel rank in a step, or on none")
         values = self._sums.all_reduce(group).values()
         try:
@@ -140,8 +140,7 @@ class TrainingStep:
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        warn(self._state.lost_batch.see(values, self._state.correction), group, tp_group)
+        warn(self._state.lost_batch.see(values, self._state.correction), group, ranks.tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
         signals = mismatch_signals(values, self._state.correction)
@@ -198,8 +197,7 @@ def _total_and_count(values: Tensor | None) -> Tensor:
     return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
 
 
-def _from_last_stage(report: _Report | None) -> _Report:
-    group = parallel_state.get_pipeline_model_parallel_group()
+def _from_last_stage(report: _Report | None, group: dist.ProcessGroup) -> _Report:
     if group.size() > 1:
         box = [report]
         source = dist.get_global_rank(group, group.size() - 1)

@@ -15,7 +15,7 @@ from megatron_rc.versions import version_of_tree
 
 HOST = replace(
     slime.HOST,
-    name=MILES.name,
+    name=MILES,
     summary="miles",
     module="miles",
     symbols=slime.around_the_hooks(

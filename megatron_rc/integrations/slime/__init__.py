@@ -2,16 +2,13 @@
 
 What runs when, on the training processes of the host:
 
-1. `enable`, before the model is built, names the hooks that the settings need, and refuses flags and settings that
-   they cannot honour.
+1. `enable`, before the model is built, names the hooks that the settings need, and refuses what they cannot honour.
 2. `before_log_prob`, before the pass over the old log-probs, lets the routers say what they would choose.
 3. `rollout_data` (slime only) corrects a whole rollout before its update.
 4. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
-5. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` replaces it;
-   `pg_loss_reducer` sums either.
+5. `tis` weights the host's own loss of a micro-batch, or `loss` replaces it; `pg_loss_reducer` sums either.
 
-docs/hosts/slime.md has the recipe. Hooks are imported when the host loads them: doctor reads this package without
-torch.
+docs/hosts/slime.md has the recipe. The host imports the hooks: doctor reads this package without torch.
 """
 
 import logging
@@ -21,23 +18,15 @@ from functools import partial
 
 from megatron_rc.integrations.facts import MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import WithDefaults, refuse
+from megatron_rc.integrations.scheduler_rule import remember_loaded_states
 from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
-from megatron_rc.integrations.slime.settings import FAMILY, SLIME, read
+from megatron_rc.integrations.slime.settings import MILES, SLIME, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
 __all__ = ["HOST", "enable"]
 _logger = logging.getLogger(__name__)
-
-_DIFFERENCES = (
-    "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its sequence; "
-    "with the first two the host's loss becomes NaN (slime), or counts it with ratio 1 (miles)",
-    "log-ratios are clamped to +-log_ratio_bound (20) before exp",
-    "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss tokens",
-    "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
-    "vocabulary",
-)
 
 LOSS = "args, batch, logits, sum_of_sample_mean"
 TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs"
@@ -52,7 +41,7 @@ def around_the_hooks(package: str, parameters: dict[str, str]) -> tuple[Symbol, 
 
 
 HOST = Host(
-    name=SLIME.name,
+    name=SLIME,
     summary="slime",
     module="slime",
     symbols=around_the_hooks(
@@ -72,7 +61,15 @@ HOST = Host(
     read_version=partial(version_of_tree, "slime"),
     recipe=partial(recipe, host=SLIME),
     tested="commit 624b824a898a",
-    differences=_DIFFERENCES,
+    differences=(
+        "a token with a NaN, infinite or positive log-prob leaves the policy-gradient term, alone or with its "
+        "sequence; with the first two the host's loss becomes NaN (slime), or counts it with ratio 1 (miles)",
+        "log-ratios are clamped to +-log_ratio_bound (20) before exp",
+        "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss "
+        "tokens",
+        "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
+        "vocabulary",
+    ),
     where="Put a clone of THUDM/slime on PYTHONPATH.",
     flag_rules=rules_for(SLIME),
     without_rl="--loss-type[ =]sft_loss",
@@ -84,23 +81,18 @@ HOST = Host(
 def enable(args: Namespace) -> None:
     """Set the arguments that switch on the hooks which the settings need; refuse what those cannot do.
 
-    Both hosts call it in every training process before they read these arguments: slime reads them in its actor after
-    this hook, in its loss and before its train step, miles likewise. Arguments that only the driver process reads stay
-    as they are.
-
-    With lr_rule, Megatron's schedulers remember the state of the rule that a checkpoint holds. Where train data is
-    dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the log-probs then computes
-    the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of the whole vocabulary and
-    the log-probs of the kept ids.
+    Both hosts call it in every training process, and read these arguments there later; the driver process keeps its
+    own. With lr_rule, Megatron's schedulers remember what a checkpoint holds. Where train data is dumped, the host's
+    pass over the log-probs computes the entropy of the policy, too, but not under --rollout-top-p: that entropy would
+    be of the whole vocabulary, and the log-probs are of the kept ids.
 
     Raises:
         ValueError: one sentence that names the flag or field to change.
     """
     from megatron_rc.collectives import is_first_process
-    from megatron_rc.integrations.slime.hooks.before_train_step import remember_loaded_states
 
     # the host whose process this is has loaded the module which calls this hook
-    loaded = [host for host in FAMILY if f"{host.name}.backends.megatron_utils.initialize" in sys.modules]
+    loaded = [host for host in (SLIME, MILES) if f"{host}.backends.megatron_utils.initialize" in sys.modules]
     if len(loaded) != 1:
         raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
     complete = WithDefaults(args, DEFAULTS)

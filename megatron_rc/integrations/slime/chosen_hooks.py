@@ -7,23 +7,13 @@ from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import refuse_correction, refused
 from megatron_rc.integrations.scheduler_rule import settings_of
-from megatron_rc.integrations.slime.settings import (
-    ENABLE,
-    HOOKS,
-    KEY,
-    ROUTE_SHIFT,
-    Member,
-    SlimeSettings,
-    names,
-    path_of,
-    read,
-)
+from megatron_rc.integrations.slime.settings import ENABLE, KEY, ROUTE_SHIFT, SLIME, SlimeSettings, names, naming, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.rule import LRRule, by_length, by_mismatch
 from megatron_rc.loss.options import check_surrogate
 
 
-def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host: Member) -> Recipe:
+def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host: str) -> Recipe:
     """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
     rule = settings_of(lr_rule, "into a YAML file")
     hooks_for(SlimeSettings(correction=correction or RolloutCorrection(), lr_rule=rule), host)
@@ -32,31 +22,13 @@ def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, host
     return Recipe(["--custom-config-path rc.yaml", ENABLE], {KEY: fields})
 
 
-def hooks_for(settings: SlimeSettings, host: Member, *, restarts: bool = False) -> list[str]:
-    """The simplest hooks that can do it; the first one corrects.
+def hooks_for(settings: SlimeSettings, host: str, *, restarts: bool = False) -> list[str]:
+    """The simplest hooks that can do it, the one that corrects first; ValueError where the host has none.
 
-    Args:
-        restarts: whether the training processes are new for every rollout.
-
-    Raises:
-        ValueError: no hook of the host can do it.
+    ``restarts``: whether the training processes are new for every rollout.
     """
-    whole, old = _needs_whole_rollouts(settings, host, restarts), settings.correction.old
-    if whole and not (host.whole_rollouts and old == "recompute"):
-        raise ValueError(
-            f"{whole} with {host.name} and old {old!r}: it needs old 'recompute', and a hook that sees a whole rollout "
-            "before its update, which slime has"
-        )
-    # tis keeps the host's own loss
-    hooks = ["rollout_data" if whole else "loss" if needs_loss(settings) else "tis"]
-    if settings.lr_rule is not None or (settings.routes and not whole):
-        hooks.append("before_train_step")
-    return hooks + ["before_log_prob"] * settings.routes + ["pg_loss_reducer"] * (settings.aggregation is not None)
-
-
-def _needs_whole_rollouts(settings: SlimeSettings, host: Member, restarts: bool) -> str:
-    """What must change for hooks that see one micro-batch; "" where nothing must."""
     correction, rule = settings.correction, settings.lr_rule
+    # what must change for hooks that see one micro-batch
     changes = {
         "normalize must be 'none'": correction.normalize == "batch",
         "max_k3 must be unset": correction.max_k3 is not None,
@@ -66,9 +38,19 @@ def _needs_whole_rollouts(settings: SlimeSettings, host: Member, restarts: bool)
         # the lengths that hooks of the loss record for the next rollout are lost
         "lr_rule must have decay_period under --release-train": restarts and by_length(rule),
         # only slime's metrics of a rollout have a place for them
-        "routes must be false": settings.routes and host.whole_rollouts,
+        "routes must be false": settings.routes and host == SLIME,
     }
-    return next((change for change, needed in changes.items() if needed), "")
+    whole = [change for change, needed in changes.items() if needed]
+    if whole and (host, correction.old) != (SLIME, "recompute"):
+        raise ValueError(
+            f"{whole[0]} with {host} and old {correction.old!r}: it needs old 'recompute', and a hook that sees a "
+            "whole rollout before its update, which slime has"
+        )
+    # tis keeps the host's own loss; beside rollout_data it only reports, because with one train step per rollout slime
+    # leaves the old log-probs out unless it has metrics to compute
+    hooks = ["rollout_data", "tis"] if whole else ["loss"] if needs_loss(settings) else ["tis"]
+    hooks += ["before_train_step"] * (rule is not None or (settings.routes and not whole))
+    return hooks + ["before_log_prob"] * settings.routes + ["pg_loss_reducer"] * (settings.aggregation is not None)
 
 
 def needs_loss(settings: SlimeSettings) -> str:
@@ -88,71 +70,42 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 """Hook that corrects -> the host's arguments under which it is called."""
 
 
-def assignments(args: Any, host: Member) -> dict[str, Any]:
-    """What `enable` sets: argument of the host -> value.
-
-    Args:
-        args: the arguments of the host, with defaults for those that this version of it does not have.
-
-    Raises:
-        ValueError: an argument that the user has set to something else, or settings that no hook of the host can do.
-    """
+def assignments(args: Any, host: str) -> dict[str, Any]:
+    """What `enable` sets, from arguments with defaults: argument -> value; ValueError where it must not set them."""
     settings = read(args)
-    _refuse_their_weights(args, settings.correction)
     hooks = hooks_for(settings, host, restarts=args.release_train)
-    values = dict(_SWITCHES[hooks[0]])
-    if hooks[0] == "rollout_data":
-        # with one train step per rollout slime leaves the old log-probs out unless it has metrics to compute
-        hooks.append("tis")
+    values = naming(*hooks) | _SWITCHES[hooks[0]]
     if settings.correction.old == "rollout":
         values["use_rollout_logprobs"] = True
-    values |= {HOOKS[hook]: path_of(hook) for hook in hooks}
-    _refuse_conflicts(args, hooks, values)
-    _refuse_settings(args, settings, hooks)
+    _refuse(args, settings, hooks, values)
     return values
 
 
-def _refuse_their_weights(args: Any, correction: RolloutCorrection) -> None:
-    """Refuse --use-tis of the script itself, which the hook would replace, by nothing where the correction is none."""
-    # with a critic the driver of train_async.py reads the argument before `enable` runs
-    wanted_by_driver = args.use_critic and correction.acts
-    if not args.use_tis or names(args, "tis") or wanted_by_driver:
-        return
-    upper, lower = getattr(args, "tis_clip", 2.0), getattr(args, "tis_clip_low", 0.0)
-    same = f"mode: clip, lower: {lower}, upper: {upper}" if lower else f"upper: {upper}"
-    raise ValueError(
-        f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{same}}} has the "
-        "same ones"
-    )
-
-
-def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        given = getattr(args, name, None)
-        if given not in (None, False, value) and (name, given) != ("loss_type", "policy_loss"):
-            flag_name = name.replace("_", "-")
-            raise ValueError(f"--{flag_name} must be unset with enable, which sets it to {value}, got {given}")
-    if args.use_rollout_logprobs and not values.get("use_rollout_logprobs"):
-        raise ValueError(
-            "--use-rollout-logprobs must be unset with enable unless megatron_rc.correction.old is 'rollout': the "
-            "ratio of the loss already is pi / mu"
-        )
-    # a critic keeps its own loss
-    if "tis" in hooks and args.loss_type not in ("policy_loss", "value_loss"):
-        raise ValueError(
-            f"--loss-type must be policy_loss with enable, got {args.loss_type}: tis is called by no other loss"
-        )
-
-
-def _refuse_settings(args: Any, settings: SlimeSettings, hooks: list[str]) -> None:
+def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mapping[str, Any]) -> None:
     correction, rule = settings.correction, settings.lr_rule
+    upper, lower = getattr(args, "tis_clip", 2.0), getattr(args, "tis_clip_low", 0.0)
+    theirs = f"mode: clip, lower: {lower}, upper: {upper}" if lower else f"upper: {upper}"
     statistics = (*STATISTICS, *[ROUTE_SHIFT] * settings.routes)
-    if found := refused(refuse_correction, correction, "a hook", statistics):
-        raise ValueError(f"{KEY}.correction: {found}")
     ours = f"with the loss of {KEY}, taken because {needs_loss(settings)}"
     reducer, per_token = args.custom_pg_loss_reducer_function_path, settings.aggregation == "token-mean"
-    by_loss, cut, steps = "loss" in hooks, args.context_parallel_size > 1, _steps_per_rollout(args)
+    by_loss, cut = "loss" in hooks, args.context_parallel_size > 1
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    steps = args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
     for wrong, sentence in (
+        # with a critic and a correction the driver of train_async.py reads the argument before `enable` runs
+        (args.use_tis and not names(args, "tis") and not (args.use_critic and correction.acts),
+         f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{theirs}}} has "
+         "the same ones"),
+        *((given not in (None, False, value) and (name, given) != ("loss_type", "policy_loss"),
+           f"--{name.replace('_', '-')} must be unset with enable, which sets it to {value}, got {given}")
+          for name, value in values.items() for given in [getattr(args, name, None)]),
+        (args.use_rollout_logprobs and correction.old != "rollout",
+         "--use-rollout-logprobs must be unset with enable unless megatron_rc.correction.old is 'rollout': the ratio "
+         "of the loss already is pi / mu"),
+        # a critic keeps its own loss
+        ("tis" in hooks and args.loss_type not in ("policy_loss", "value_loss"),
+         f"--loss-type must be policy_loss with enable, got {args.loss_type}: tis is called by no other loss"),
+        (found := refused(refuse_correction, correction, "a hook", statistics), f"{KEY}.correction: {found}"),
         (args.train_backend != "megatron", f"--train-backend must be megatron, got {args.train_backend}"),
         (by_loss and (found := refused(check_surrogate, "ppo", correction)), found),
         (by_loss and args.advantage_estimator in ("gspo", "cispo"),
@@ -194,8 +147,3 @@ def _refuse_settings(args: Any, settings: SlimeSettings, hooks: list[str]) -> No
     ):  # fmt: skip
         if wrong:
             raise ValueError(sentence)
-
-
-def _steps_per_rollout(args: Any) -> int:
-    samples: int = args.rollout_batch_size * args.n_samples_per_prompt
-    return args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))

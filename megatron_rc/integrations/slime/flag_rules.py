@@ -6,23 +6,20 @@ from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by,
 from megatron_rc.integrations.flag_rules import FlagRule, refused
 from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
 from megatron_rc.integrations.slime.chosen_hooks import assignments
-from megatron_rc.integrations.slime.settings import ENABLE, KEY, Member, is_enabled, read
+from megatron_rc.integrations.slime.settings import ENABLE, KEY, SLIME, is_enabled, read
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
-    **dict.fromkeys(
-        ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "use_opsm", "tis_batch_normalize"), False
-    ),
-    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
-    **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
-    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor"), False),
-    **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization"), None),
-    **{"recompute_loss_function": False, "no_save_optim": False, "moe_expert_capacity_factor": None},
-    **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
-    **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
+    **dict.fromkeys(("use_tis", "use_rollout_logprobs", "use_opsm", "use_critic", "use_rollout_entropy"), False),
+    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "recompute_loss_function", "indep_dp"), False),
+    **dict.fromkeys(("get_mismatch_metrics", "tis_batch_normalize", "true_on_policy_mode", "allgather_cp"), False),
+    **dict.fromkeys(("skip_actor_forward_only", "calculate_per_token_loss", "keep_old_actor", "release_train"), False),
+    **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path", "custom_pg_loss_reducer_function_path")),
+    **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization")),
+    **dict.fromkeys(("num_steps_per_rollout", "global_batch_size", "moe_expert_capacity_factor")),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
     **{"sglang_kv_cache_dtype": "auto", "rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
-    **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
+    **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "no_save_optim": False},
 }
 """Arguments that the rules read, with the hosts' own defaults."""
 
@@ -103,15 +100,15 @@ _RULES = (
 )  # fmt: skip
 
 
-def own_rules(host: Member) -> tuple[FlagRule, ...]:
-    """Mistakes in the flags of a host."""
-    narrowed = narrowed_by(*host.not_recorded)
+def own_rules(host: str) -> tuple[FlagRule, ...]:
+    """Mistakes in the flags of a host; slime alone records the ids that it kept under top-p."""
+    narrowed = narrowed_by(*["--rollout-top-p"] * (host != SLIME), "--rollout-top-k")
     # miles' own score centering takes p and q over the kept ids
     but = narrowed._replace(read=lambda args: args.loss_type != "score_centering" and narrowed.read(args))
     return (*rules_of({**FACTS, "narrowed": but}), *_RULES)
 
 
-def rules_for(host: Member) -> tuple[FlagRule, ...]:
+def rules_for(host: str) -> tuple[FlagRule, ...]:
     """Those that doctor looks for: the settings of this package are among them."""
     return (
         *own_rules(host),

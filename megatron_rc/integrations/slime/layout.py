@@ -1,95 +1,38 @@
 """Where this rank holds the response tokens of a micro-batch: slime and miles keep one list entry per sample."""
 
 import math
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.correction.reference.segments import runs_of_mask
 
 
-class Parallel(NamedTuple):
-    """This process in the host's Megatron."""
-
-    tp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
-    cp_rank: int
-    cp_size: int
-    dp_group: dist.ProcessGroup
-    """Without context parallelism."""
-    dp_cp_group: dist.ProcessGroup
-    last_stage: bool
-    pp_group: dist.ProcessGroup | None = None
-
-
-def parallel() -> Parallel:
-    """Read Megatron's parallel state."""
-    from megatron.core import parallel_state
-
-    return Parallel(
-        tp_group=_plain(parallel_state.get_tensor_model_parallel_group()),
-        cp_group=_plain(parallel_state.get_context_parallel_group()),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        dp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=False)),
-        dp_cp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        pp_group=_plain(parallel_state.get_pipeline_model_parallel_group()),
-    )
-
-
-def _plain(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    # slime wraps its groups, to rebuild them after sleep; functions of torch.distributed that were imported before it
-    # patched them do not know the wrapper
-    return getattr(group, "group", group)
-
-
-class Span(NamedTuple):
-    """Consecutive response tokens of one sample on this rank."""
-
-    sample: int
-    first: int
-    """Index of the first token, counted from the start of the response."""
-    stop: int
-    row: int
-    """Row of the local logits that predicts the first token."""
-
-
 @dataclass(frozen=True)
 class Layout:
-    """The spans of all samples, in order; together they are the packed layout [N] of the host's per-token lists."""
+    """The packed layout [N] of the host's per-token lists on a rank."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[int, slice, int], ...]
+    """Sample, consecutive tokens of its response, and the row of the local logits that predicts the first, in order."""
     counts: tuple[int, ...]
     """Response tokens per sample on this rank."""
     rows: int
     """Rows of the local logits, without the padding at their end."""
 
     @classmethod
-    def of(
-        cls,
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        padded_lengths: Sequence[int] | None,
-        cp_rank: int,
-        cp_size: int,
-    ) -> "Layout":
-        """From the host's lengths, in tokens; ``padded_lengths`` are miles's max_seq_lens for padded batches.
+    def of(cls, lengths: Iterable[tuple[int, int, int]], cp_rank: int, cp_size: int) -> "Layout":
+        """From the tokens of every sample: in all, in its response, and as miles pads it, or in all again.
 
         With context parallelism a sequence is cut into 2 cp_size chunks of ceil(length / (2 cp_size)), and a rank has
         chunks cp_rank and 2 cp_size - 1 - cp_rank.
         """
         spans, counts, row = [], [], 0
-        for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-            length = total if padded_lengths is None else padded_lengths[sample]
-            chunk, chunks = length, [0]
+        for sample, (total, response, chunk) in enumerate(lengths):
+            chunks = [0]
             if cp_size > 1:
-                chunk, chunks = math.ceil(length / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
+                chunk, chunks = math.ceil(chunk / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
             # the row that predicts the first token of the response
             shift = total - response - 1
             counts.append(0)
@@ -97,57 +40,26 @@ class Layout:
                 begin = number * chunk
                 first, stop = max(begin, shift), min(begin + chunk, total - 1)
                 if first < stop:
-                    spans.append(Span(sample, first - shift, stop - shift, row + first - begin))
+                    spans.append((sample, slice(first - shift, stop - shift), row + first - begin))
                     counts[-1] += stop - first
                 row += chunk
         return cls(tuple(spans), tuple(counts), row)
 
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        """[S + 1] int32."""
-        return torch.tensor([0, *self.counts], device=device).cumsum(0).to(torch.int32)
-
     def local(self, responses: Sequence[Tensor]) -> Tensor:
         """[N], the part on this rank of one tensor [response_length] per sample."""
-        return torch.cat([responses[0][:0], *(responses[s.sample][s.first : s.stop] for s in self.spans)])
+        return torch.cat([responses[0][:0], *(responses[sample][tokens] for sample, tokens, _ in self.spans)])
 
     def logits_rows(self, device: torch.device) -> Tensor:
         """[N] int64, the row of the local logits that predicts each token."""
-        parts = [torch.arange(s.row, s.row + s.stop - s.first, device=device) for s in self.spans]
+        parts = [torch.arange(tokens.stop - tokens.start, device=device) + row for _, tokens, row in self.spans]
         return torch.cat([torch.arange(0, device=device), *parts])
 
     def segments(self, loss_masks: Sequence[Tensor]) -> tuple[Tensor, int]:
         """([N] number of the turn of each token, an upper bound of the number of turns), over whole responses."""
-        masks = torch.cat([mask.bool() for mask in loss_masks])
-        lengths = [len(mask) for mask in loss_masks]
-        offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
-        ids, bound = runs_of_mask(masks, offsets)
+        masks, lengths = torch.cat([mask.bool() for mask in loss_masks]), [len(mask) for mask in loss_masks]
+        ids, bound = runs_of_mask(masks, torch.tensor([0, *lengths], device=masks.device).cumsum(0))
         return self.local(ids.split(lengths)), bound
 
     def positions(self, loss_masks: Sequence[Tensor]) -> Tensor:
         """[N] index of each loss token among those of its whole response."""
         return self.local([mask.bool().cumsum(0) - 1 for mask in loss_masks])
-
-    def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:
-        """[N] from the host's list ``values`` of per-token tensors.
-
-        Raises:
-            ValueError: there is no list, or a tensor has another length than its sample has tokens on this rank.
-        """
-        if values is None or any(value is None for value in values):
-            raise ValueError(f"{name} must be in every sample of the batch: {remedy}")
-        for sample, (value, count) in enumerate(zip(values, self.counts, strict=True)):
-            if tuple(value.shape) != (count,):
-                raise ValueError(f"{name} of sample {sample} must be [{count}] on this rank, got {tuple(value.shape)}")
-        return torch.cat([*values])
-
-
-def layout_of(
-    args: Namespace,
-    ranks: Parallel,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-) -> Layout:
-    """The layout of a micro-batch or rollout of the host."""
-    padded = max_seq_lens if getattr(args, "qkv_format", "thd") == "bshd" else None
-    return Layout.of(total_lengths, response_lengths, padded, ranks.cp_rank, ranks.cp_size)

@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
@@ -29,20 +29,8 @@ HOOKS = {
 _FILES = {"pg_loss_reducer": "tis", "before_log_prob": "rollout_data"}
 """Hook -> its file in hooks/, where that has another name."""
 
-
-class Member(NamedTuple):
-    """What tells slime and miles apart, for the hooks that both of them call."""
-
-    name: str
-    whole_rollouts: bool
-    """Whether its hook rollout_data gets a whole rollout before the update."""
-    not_recorded: tuple[str, ...]
-    """Settings of the sampler under which the host does not record the ids that it kept."""
-
-
-SLIME = Member("slime", True, ("--rollout-top-k",))
-MILES = Member("miles", False, ("--rollout-top-p", "--rollout-top-k"))
-FAMILY = (SLIME, MILES)
+SLIME, MILES = "slime", "miles"
+"""The hosts that call these hooks. Only slime's hook rollout_data gets a whole rollout before the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +81,19 @@ def path_of(hook: str) -> str:
     return f"{_HERE}.hooks.{_FILES.get(hook, hook)}.{hook}"
 
 
+def naming(*hooks: str) -> dict[str, str]:
+    """The arguments of a host that name these hooks of ours."""
+    return {HOOKS[hook]: path_of(hook) for hook in hooks}
+
+
 def names(args: Any, hook: str) -> bool:
     """Whether an argument of the host names this hook of ours."""
     return bool(getattr(args, HOOKS[hook], None) == path_of(hook))
+
+
+def compares_in_update(args: Any) -> bool:
+    """Whether hooks of the update compare routes, because none sees the whole rollout."""
+    return read(args).routes and not names(args, "rollout_data")
 
 
 def is_enabled(args: Any) -> bool:

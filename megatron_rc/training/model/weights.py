@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megatron_rc.collectives import gathered_objects
 from megatron_rc.models.files import HfCheckpoint, Writer
 from megatron_rc.models.names import HfTensor, Parameter, parameters
 
@@ -192,9 +193,7 @@ def _broadcast(full: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 def _stage_of_layer(local: dict[str, torch.nn.Parameter]) -> dict[int, int]:
     layers = {int(match[1]) for name in local if (match := _LAYER.match(name))}
-    group = parallel_state.get_pipeline_model_parallel_group()
-    of_stage: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_stage, layers, group=group)
+    of_stage = gathered_objects(layers, parallel_state.get_pipeline_model_parallel_group())
     return {layer: stage for stage, held in enumerate(of_stage) for layer in held}
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
+from megatron_rc.collectives import gathered_objects
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import ENGINES, Sample
 from megatron_rc.models.config import moe_layers
 from megatron_rc.moe.compare import compare_routes
-from megatron_rc.moe.gathering import join_layers
+from megatron_rc.moe.gathering import gather_bytes, join_layers
 from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import ExpertShift, expert_shift
@@ -52,9 +52,8 @@ class Routing:
         self.shape = moe_shape(policy.hf_config)
         self.chunks = [routers_of(module) for module in policy.modules]
         mine, groups = [layer for routers in self.chunks for layer in routers], self.groups
-        self.stages: list[list[int]] = [[] for _ in range(dist.get_world_size(groups.pipeline))]
+        self.stages = gathered_objects(mine, groups.pipeline)
         """Layers with experts per pipeline stage, in the order of their records."""
-        dist.all_gather_object(self.stages, mine, group=groups.pipeline)
         recorded = [layer for layers in self.stages for layer in layers]
         assert recorded == list(self.shape.layers), "a stage holds consecutive layers: it has one chunk"
         split = any(r.config.sequence_parallel for routers in self.chunks for r in routers.values())
@@ -103,10 +102,7 @@ class Routing:
         return RouteTable(self.shape, **parts)
 
     def _all_rows(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        everyone = [torch.empty_like(mine) for _ in range(self.tensor_size)]
-        # as bytes: NCCL knows no int16
-        _bytes = partial(torch.Tensor.view, dtype=torch.uint8)
-        dist.all_gather([*map(_bytes, everyone)], _bytes(mine.contiguous()), group=self.groups.tensor)
+        everyone = gather_bytes(mine, self.groups.tensor)
         shares = [-(-size // self.tensor_size) for size in sizes]
         micro_batches = zip(sizes, *(part.split(shares) for part in everyone), strict=True)
         rows = {size: [self.rows(size, rank) for rank in range(self.tensor_size)] for size in sizes}

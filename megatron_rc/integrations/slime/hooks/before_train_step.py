@@ -1,72 +1,39 @@
-"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state.
-
-The state lies in the host's own checkpoint, next to that of Megatron's scheduler. Both hosts build the scheduler and
-load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which `enable` calls before that, lets
-Megatron's schedulers keep what they load and do not know.
-"""
+"""The hook of --custom-megatron-before-train-step-hook-path: the rule of the learning rate, and its state."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from megatron_rc.integrations.scheduler_rule import SchedulerRule
-from megatron_rc.integrations.slime.layout import parallel
-from megatron_rc.integrations.slime.log_metrics import LR_METRICS
+from megatron_rc.integrations.parallel import parallel
+from megatron_rc.integrations.scheduler_rule import SchedulerRule, loaded_state
 from megatron_rc.integrations.slime.routes import WATCH
-from megatron_rc.integrations.slime.settings import KEY, names, read
-from megatron_rc.integrations.slime.tokens import LENGTHS
+from megatron_rc.integrations.slime.settings import KEY, compares_in_update, read
+from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
 from megatron_rc.learning_rate.rule import KEY as RULE
 from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
-
-_ROLLOUT = "rollout_id"
-_loaded: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
-
-
-def remember_loaded_states() -> None:
-    """Make every OptimizerParamScheduler of this process remember our part of the state that it loads."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    original = OptimizerParamScheduler.load_state_dict
-    if hasattr(original, KEY):
-        return
-
-    @wraps(original)
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        original(self, state_dict)
-        _loaded[self] = state_dict.get(KEY, {})
-
-    setattr(load_state_dict, KEY, True)
-    OptimizerParamScheduler.load_state_dict = load_state_dict
 
 
 class _Run(SchedulerRule):
     """The rule on a scheduler, whose state_dict Megatron saves whole and reads its own keys from."""
 
     def __init__(self, lr_rule: RuleSettings, rollout_id: int, start: int, scheduler: Any) -> None:
-        self.rule = lr_rule.build(scheduler.max_lr)
+        rule = lr_rule.build(scheduler.max_lr)
         self.rollout_id = rollout_id - 1
         """The last rollout that the rule has counted."""
         if rollout_id > start:
-            resume(self.rule, self._saved(scheduler))
-        super().__init__(scheduler, self.rule)
-
-    def _saved(self, scheduler: Any) -> Mapping[str, Any]:
-        """The state in the loaded checkpoint, from a rollout before this one."""
-        saved = _loaded.get(scheduler, {})
-        state = dict(saved.get(RULE) or earlier_state(saved) or {})
-        if state.get("rule") != self.rule.name or state[_ROLLOUT] > self.rollout_id:
-            raise ValueError(
-                f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the loaded "
-                "checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
-                f"megatron_rc.lr_rule_start to {self.rollout_id + 1}"
-            )
-        self.rollout_id = state.pop(_ROLLOUT)
-        return state
+            saved = loaded_state(scheduler).get(KEY, {})
+            state = dict(saved.get(RULE) or earlier_state(saved) or {})
+            if state.get("rule") != rule.name or state["rollout_id"] > self.rollout_id:
+                raise ValueError(
+                    f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the "
+                    "loaded checkpoint: load the run that had it with `enable` and without --no-load-optim, or set "
+                    f"megatron_rc.lr_rule_start to {rollout_id}"
+                )
+            self.rollout_id = state.pop("rollout_id")
+            resume(rule, state)
+        super().__init__(scheduler, rule)
 
     def take(self, rollout_id: int, signals: Signals) -> None:
         """Count the rollouts up to this one."""
@@ -78,25 +45,20 @@ class _Run(SchedulerRule):
         LR_METRICS.update(self.rule.metrics())
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._own_state(), KEY: {RULE: {_ROLLOUT: self.rollout_id, **state_of(self.rule)}}}
+        return {**self._own_state(), KEY: {RULE: {"rollout_id": self.rollout_id, **state_of(self.rule)}}}
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
 
 
 def before_train_step(
-    args: Namespace,
-    rollout_id: int,
-    step_id: int,
-    model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
     """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
-    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs. Signals are
-    those of this rollout where rollout_data is set, else the lengths of the rollout before, recorded by the hooks of
-    the loss. The host's checkpoints hold the rule's state next to the scheduler's.
+    Signals are those of this rollout where rollout_data is set, else the lengths of the rollout before. The host's
+    checkpoints hold the rule's state next to the scheduler's. With `routes`, and without rollout_data, it also compares
+    the routes of the pass over the old log-probs.
 
     Args:
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
@@ -105,10 +67,9 @@ def before_train_step(
         ValueError: a run that resumes finds no state of the rule.
     """
     settings = read(args)
-    is_critic = getattr(args, "loss_type", None) == "value_loss"
-    if step_id != 0 or is_critic or opt_param_scheduler is None:
+    if step_id != 0 or opt_param_scheduler is None or getattr(args, "loss_type", None) == "value_loss":
         return
-    if settings.routes and not names(args, "rollout_data"):
+    if compares_in_update(args):
         WATCH.collect(parallel())
     if settings.lr_rule is None:
         return

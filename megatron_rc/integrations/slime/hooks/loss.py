@@ -11,10 +11,8 @@ from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
-from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
-from megatron_rc.integrations.slime.settings import SlimeSettings, names, read
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
+from megatron_rc.integrations.slime.settings import names, read
+from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
 from megatron_rc.loss.policy_loss import policy_loss
@@ -38,107 +36,80 @@ def loss(
     Returns:
         (loss, metrics for the host's log: name -> 0-d).
     """
-    settings = read(args)
-    correction = settings.correction
-    LENGTHS.record(batch["response_lengths"])
-    ranks = parallel()
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    layout = layout_of(args, ranks, *lengths, batch.get("max_seq_lens"))
-    rollout = layout.joined("rollout_log_probs", batch.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
-    old: Tensor | None = rollout if correction.old == "rollout" else None
+    correction, tokens = read(args).correction, HostTokens(args, batch)
+    old = tokens.rollout_logprobs if correction.old == "rollout" else None
     if correction.old == "recompute":
         remedy = "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
-        old = layout.joined("log_probs", batch.get("log_probs"), remedy)
+        old = tokens.joined("log_probs", remedy)
     advantages = torch.cat([*batch["advantages"]])
-    loss_mask = layout.local(batch["loss_masks"]).bool()
-
-    current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
+    current, entropy = _logprobs(tokens, logits)
     # of the host's ratio, and of the importance ratio
     before = current.detach() if old is None else old
     train = current.detach() if correction.old == "rollout" else before
-    tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
-    corrected, metrics = correct_micro_batch(correction, tokens, advantages, routes=settings.routes)
-    ours = names(args, "pg_loss_reducer")
-    reduce = reducer(args, *lengths, batch["loss_masks"]) if ours else sum_of_sample_mean
+    corrected, metrics = tokens.corrected_next(train, correction, advantages)
+    reduce = reducer(tokens) if names(args, "pg_loss_reducer") else sum_of_sample_mean
     dual_clip = getattr(args, "eps_clip_c", None)
     options = LossOptions(clip_lower=args.eps_clip, clip_upper=args.eps_clip_high, dual_clip=dual_clip)
     policy = policy_loss(current, old, advantages, corrected, scale=_scale(reduce, current), options=options)
 
     # a masked row may hold anything, and 0 times NaN is NaN
-    log_ratio = torch.where(loss_mask, (current - before).detach(), 0)
+    log_ratio = torch.where(tokens.loss_mask, (current - before).detach(), 0)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
-    ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
-    metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
-    metrics["ppo_kl"], metrics["ois"] = -log_ratio, ratio
+    ratio = metrics["ois"] = log_ratio.exp()
+    over, under = ratio > 1 + args.eps_clip_high, ratio < 1 - args.eps_clip
+    metrics["pg_clipfrac"] = ((advantages > 0) & over | (advantages < 0) & under).float()
+    metrics["ppo_kl"] = -log_ratio
     log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
-    log["pg_loss"] = policy.loss.detach().clone()
-    total = policy.loss
+    total = log["pg_loss"] = policy.loss
     if entropy is not None:
-        entropy_loss = sum_of_sample_mean(entropy)
-        log["entropy_loss"] = entropy_loss.detach().clone()
+        log["entropy_loss"] = sum_of_sample_mean(entropy)
         if args.entropy_coef:
-            total = total - args.entropy_coef * entropy_loss
+            total = total - args.entropy_coef * log["entropy_loss"]
     if args.use_kl_loss:
-        reference = layout.joined("ref_log_probs", batch.get("ref_log_probs"), "--ref-load must be set")
-        kl_loss = sum_of_sample_mean(_kl(args, current, before, reference, loss_mask))
-        log["kl_loss"] = kl_loss.detach().clone()
-        total = total + args.kl_loss_coef * kl_loss
-    log["loss"] = total.detach().clone()
-    return total, log
+        reference = tokens.joined("ref_log_probs", "--ref-load must be set")
+        log["kl_loss"] = sum_of_sample_mean(_kl(args, current, before, reference, tokens.loss_mask))
+        total = total + args.kl_loss_coef * log["kl_loss"]
+    log["loss"] = total
+    return total, {name: value.detach().clone() for name, value in log.items()}
 
 
-def _logprobs(
-    args: Namespace,
-    batch: Mapping[str, Any],
-    logits: Tensor,
-    layout: Layout,
-    ranks: Parallel,
-    loss_mask: Tensor,
-    settings: SlimeSettings,
-) -> tuple[Tensor, Tensor | None]:
+def _logprobs(tokens: HostTokens, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     """[N] log-probs, 0 where loss_mask is 0, and the entropy if the host asks for it; both with gradient."""
-    flat = logits.reshape(-1, logits.shape[-1])
+    args, layout, flat = tokens.args, tokens.layout, logits.reshape(-1, logits.shape[-1])
     rows = layout.logits_rows(logits.device)
     targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
-    samples = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
+    samples = zip(tokens.batch["unconcat_tokens"], tokens.batch["response_lengths"], strict=True)
     responses = layout.local([ids[len(ids) - length :] for ids, length in samples])
-    targets = targets.index_copy(0, rows, responses.long())
-    # rows without a loss token cost nothing
-    counted = torch.zeros(len(flat), dtype=torch.bool, device=logits.device).index_copy(0, rows, loss_mask)
-    with_entropy = bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True)
     result = vocab_parallel_logprobs(
         flat,
-        targets,
-        tp_group=ranks.tp_group,
+        targets.index_copy(0, rows, responses.long()),
+        tp_group=tokens.ranks.tp_group,
         temperature=args.rollout_temperature,
-        mask=counted,
-        support=_support(args, batch, layout, len(flat), logits.device),
-        with_entropy=with_entropy,
-        inplace_backward=settings.inplace_backward,
+        # rows without a loss token cost nothing
+        mask=targets.bool().index_copy(0, rows, tokens.loss_mask),
+        support=_support(tokens, flat),
+        with_entropy=bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True),
+        inplace_backward=read(args).inplace_backward,
     )
     logprobs, entropy = result if isinstance(result, tuple) else (result, None)
     return logprobs.index_select(0, rows), None if entropy is None else entropy.index_select(0, rows)
 
 
-def _support(
-    args: Namespace, batch: Mapping[str, Any], layout: Layout, num_rows: int, device: torch.device
-) -> Support | None:
+def _support(tokens: HostTokens, logits: Tensor) -> Support | None:
     """The kept ids that slime records for each response token under top-p, on the rows of the local logits."""
-    if args.rollout_top_p == 1:
+    top_p = tokens.args.rollout_top_p
+    if top_p == 1:
         return None
-    ids, offsets = (batch.get(f"rollout_top_p_token_{part}") for part in ("ids", "offsets"))
+    ids, offsets = (tokens.batch.get(f"rollout_top_p_token_{part}") for part in ("ids", "offsets"))
     if ids is None or offsets is None:
-        raise ValueError(
-            f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {args.rollout_top_p}"
-        )
+        raise ValueError(f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {top_p}")
     # ids and offsets are in host memory; the rows between responses get no ids
-    parts, counts = [], torch.zeros(num_rows, dtype=torch.int64)
-    for span in layout.spans:
-        edges = torch.as_tensor(offsets[span.sample])[span.first : span.stop + 1].long().cpu()
-        parts.append(torch.as_tensor(ids[span.sample])[int(edges[0]) : int(edges[-1])].long())
-        counts[span.row : span.row + span.stop - span.first] = edges.diff()
-    kept = torch.cat([torch.zeros(0, dtype=torch.int64), *(part.cpu() for part in parts)])
-    return Support(kept, torch.cat([counts.new_zeros(1), counts.cumsum(0)])).to(device)
+    kept, counts = [torch.zeros(0, dtype=torch.int64)], torch.zeros(len(logits), dtype=torch.int64)
+    for sample, span, row in tokens.layout.spans:
+        edges = torch.as_tensor(offsets[sample])[span.start : span.stop + 1].long().cpu()
+        kept.append(torch.as_tensor(ids[sample])[int(edges[0]) : int(edges[-1])].long().cpu())
+        counts[row : row + span.stop - span.start] = edges.diff()
+    return Support(torch.cat(kept), torch.cat([counts.new_zeros(1), counts.cumsum(0)])).to(logits.device)
 
 
 def _scale(reduce: Reduce, like: Tensor) -> Tensor:

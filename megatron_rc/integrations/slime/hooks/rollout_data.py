@@ -9,10 +9,10 @@ import torch
 
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
-from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.routes import WATCH, Routes
+from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import read
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens
+from megatron_rc.integrations.slime.signals import LENGTHS
+from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
 
@@ -41,47 +41,38 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
         ValueError: on every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite, or
             a k3 above the correction's max_k3.
     """
-    settings = read(args)
+    settings, tokens = read(args), HostTokens(args, rollout_data)
+    correction, layout, ranks = settings.correction, tokens.layout, tokens.ranks
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
-    ranks = parallel()
-    routes = _routes(args, ranks, rollout_data) if settings.routes else None
+    if settings.routes:
+        batches, lengths = rollout_data["micro_batch_indices"], ("total_lengths", "response_lengths")
+        parts = [{name: [rollout_data[name][i] for i in samples] for name in lengths} for samples in batches]
+        routes = WATCH.whole(ranks, batches, [HostTokens(args, part).layout for part in parts])
     if not ranks.last_stage:
         return
-    layout = layout_of(args, ranks, rollout_data["total_lengths"], rollout_data["response_lengths"], None)
     remedy = "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
-    train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
-    rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
-    advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
-    masks = rollout_data["loss_masks"]
-    tokens = HostTokens(layout, ranks, train, rollout, masks)
-    if routes is None:
-        corrected = correct_tokens(tokens, settings.correction, advantages)
-    else:
-        bound, positions = settings.correction.log_ratio_bound, layout.positions(masks)
-        mask, gap = tokens.loss_mask, train - rollout
+    train = tokens.joined("log_probs", remedy)
+    advantages = tokens.joined("advantages", "--compute-advantages-and-returns")
+    shift = None
+    if settings.routes:
+        bound, positions = correction.log_ratio_bound, layout.positions(rollout_data["loss_masks"])
+        gap, mask = train - tokens.rollout_logprobs, tokens.loss_mask
         shift = expert_shift(*routes, mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
-        corrected = correct_tokens(tokens, settings.correction, advantages, shift.route_shift)
+    corrected = tokens.corrected(train, correction, advantages, shift and shift.route_shift)
+    if shift is not None:
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
-    given = settings.max_nonfinite_share
-    limit = {} if given is None else {"max_nonfinite_share": given}
-    corrected.metrics.check(**limit, max_k3=settings.correction.max_k3)
+    limit = {} if settings.max_nonfinite_share is None else {"max_nonfinite_share": settings.max_nonfinite_share}
+    corrected.metrics.check(**limit, max_k3=correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
     # 0 times NaN is NaN: a token that is dropped must not leave one in the gradient of the host's loss
     rollout_data["log_probs"] = list(torch.where(train.isfinite(), train, 0).split(layout.counts))
     values = corrected.metrics.values()
-    warn(_LOST_BATCH.see(values, settings.correction), ranks.dp_cp_group, ranks.tp_group)
-    LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, settings.correction))
+    warn(_LOST_BATCH.see(values, correction), ranks.dp_cp_group, ranks.tp_group)
+    LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, correction))
     for name, value in prefixed(values).items():
         # the lists of expert shift, by layer and by position, have no place in the host's log
         if not isinstance(value, list) and not math.isnan(value):
             rollout_data[name] = torch.tensor(value)
-
-
-def _routes(args: Namespace, ranks: Parallel, rollout_data: dict[str, Any]) -> Routes:
-    names = ("micro_batch_indices", "total_lengths", "response_lengths")
-    batches, totals, responses = (rollout_data[name] for name in names)
-    layouts = [layout_of(args, ranks, [totals[i] for i in b], [responses[i] for i in b], None) for b in batches]
-    return WATCH.whole(ranks, batches, layouts)

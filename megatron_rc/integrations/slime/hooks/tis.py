@@ -8,27 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
-from megatron_rc.integrations.slime.log_metrics import correct_micro_batch
 from megatron_rc.integrations.slime.settings import names, read
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens
+from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
 
 Reduce = Callable[[Tensor], Tensor]
 
 
 def tis(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor] | None,
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None = None,
-    parallel_state: Any = None,
-    **more: Any,
+    args: Namespace, *, pg_loss: Tensor, parallel_state: Any = None, **batch: Any
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
     """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
@@ -39,42 +27,30 @@ def tis(
 
     Args:
         pg_loss: [N] fp32, nats; response tokens of this rank, samples one after another.
-        train_log_probs, rollout_log_probs: one [tokens on this rank] per sample, fp32, nats.
-        loss_masks: one [response_length] per sample.
-        total_lengths, response_lengths: tokens of each sample.
-        max_seq_lens, parallel_state: passed by miles only.
-        more: what other versions of the hosts pass, ignored.
+        parallel_state: passed by miles only.
+        batch: train_log_probs and rollout_log_probs, one [tokens on this rank] per sample, fp32, nats; loss_masks, one
+            [response_length] per sample; total_lengths, response_lengths; on miles max_seq_lens. Others are ignored.
 
     Returns:
         (pg_loss [N], loss_masks, name -> [N]).
     """
-    settings = read(args)
-    LENGTHS.record(response_lengths)
-    ranks = parallel()
-    layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)
-    train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
-    rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
+    correction, tokens = read(args).correction, HostTokens(args, batch)
+    train = tokens.joined("train_log_probs", "the host computes them").detach()
     # rollout_data has put the weights into the advantages; with a critic the user sets --use-tis all the same
     weigh = args.use_tis and not names(args, "rollout_data")
-    tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
-    correction = settings.correction
     if not weigh:
         correction = replace(correction, weight=None, reject=(), normalize="none")
-    routes = settings.routes and not names(args, "rollout_data")
-    corrected, metrics = correct_micro_batch(correction, tokens, routes=routes)
+    corrected, metrics = tokens.corrected_next(train, correction)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
         if parallel_state is None:
             pg_loss = torch.where(tokens.loss_mask & ~train.isfinite(), torch.nan, pg_loss)
-    return pg_loss, loss_masks, metrics
+    return pg_loss, batch["loss_masks"], metrics
 
 
 def pg_loss_reducer(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool,
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
 ) -> Reduce:
     """A reducer that sums one number per sample, by `aggregation`; the host divides the sum by the step's rollouts.
 
@@ -90,20 +66,16 @@ def pg_loss_reducer(
     """
     from megatron.training.global_vars import get_args
 
-    LENGTHS.record(response_lengths)
-    return reducer(get_args(), total_lengths, response_lengths, loss_masks)
+    batch = {"total_lengths": total_lengths, "response_lengths": response_lengths, "loss_masks": loss_masks}
+    return reducer(HostTokens(get_args(), batch))
 
 
-def reducer(
-    args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
-) -> Reduce:
-    """`pg_loss_reducer` with the host's arguments as a parameter."""
-    settings = read(args)
-    ranks = parallel()
-    layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
-    assert settings.aggregation is not None
-    divisor = AGGREGATIONS[settings.aggregation].divisor or (lambda *_: 1)
-    scales = [mask / divisor(mask.sum().clamp(min=1), args.rollout_max_response_len) for mask in loss_masks]
-    scale = layout.local(scales)
+def reducer(tokens: HostTokens) -> Reduce:
+    """`pg_loss_reducer` of a micro-batch."""
+    aggregation, longest = read(tokens.args).aggregation, tokens.args.rollout_max_response_len
+    assert aggregation is not None
+    divisor = AGGREGATIONS[aggregation].divisor or (lambda *_: 1)
+    masks = tokens.batch["loss_masks"]
+    scale = tokens.layout.local([mask / divisor(mask.sum().clamp(min=1), longest) for mask in masks])
     # a masked token may hold anything
     return lambda losses: torch.where(scale > 0, losses * scale, 0).sum()

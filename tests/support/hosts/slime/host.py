@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rc import RolloutCorrection, correct
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.integrations.slime.settings import HOOKS, path_of
+from megatron_rc.integrations.slime.settings import naming as naming
 
 PATHS = {hook: path_of(hook).rpartition(".") for hook in HOOKS}
 hooks: Any = SimpleNamespace(**{hook: getattr(import_module(path[0]), hook) for hook, path in PATHS.items()})
@@ -54,11 +55,6 @@ def inside(host: str, patch: Any) -> None:
         patch.delitem(sys.modules, f"{other}.backends.megatron_utils.initialize", raising=False)
     if host:
         patch.setitem(sys.modules, f"{host}.backends.megatron_utils.initialize", ModuleType(host))
-
-
-def naming(*named: str) -> dict[str, str]:
-    """The arguments that name these hooks."""
-    return {HOOKS[hook]: path_of(hook) for hook in named}
 
 
 MILES = {

@@ -21,7 +21,7 @@ from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
 from hosts.slime.host import VOCAB, given_to_tis, hooks, naming, positions
 
-from megatron_rc.integrations.slime.tokens import LENGTHS
+from megatron_rc.integrations.slime.signals import LENGTHS
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PADDED = 13

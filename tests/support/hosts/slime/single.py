@@ -9,18 +9,16 @@ import torch
 from hosts.slime.host import Rollout, hooks, micro_batch
 from torch import Tensor
 
-from megatron_rc.integrations.slime import layout
-from megatron_rc.integrations.slime.hooks import before_train_step, loss, rollout_data, tis
-from megatron_rc.integrations.slime.layout import Parallel
-
-_READERS = (layout, before_train_step, loss, rollout_data, tis)
+from megatron_rc.integrations.parallel import Parallel
+from megatron_rc.integrations.slime import tokens
+from megatron_rc.integrations.slime.hooks import before_train_step
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> None:
     """Every hook finds itself alone, unless ``ranks`` says where; Megatron's get_args returns ``args``."""
-    nobody: dict[str, Any] = dict.fromkeys(("tp_group", "cp_group", "dp_group", "dp_cp_group"))
+    nobody: dict[str, Any] = dict.fromkeys(("tp_group", "cp_group", "dp_group", "dp_cp_group", "pp_group"))
     place = Parallel(**{**nobody, "cp_rank": 0, "cp_size": 1, "last_stage": True, **ranks})
-    for module in _READERS:
+    for module in (tokens, before_train_step):
         monkeypatch.setattr(module, "parallel", lambda: place)
     for name in ("megatron", "megatron.training", "megatron.training.global_vars"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
