@@ -50,6 +50,11 @@ class Installed:
     held: tuple[str, ...] = ()
     """Names that keep functions of the host which were replaced elsewhere."""
 
+    @property
+    def wanted(self) -> list[Symbol]:
+        """The symbols that its settings replace."""
+        return [symbol for symbol in self.host.symbols if symbol.make is not None and symbol.needed(self.session)]
+
     def replace(self, places: list[Place]) -> None:
         """Put the replacements into their owners, and wherever a loaded module holds the original."""
         for place in places:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
-from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
 from megatron_rc.learning_rate.rule import LRRule, check_lr_rule
 from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
 
@@ -131,8 +131,7 @@ class Patch:
             if installed.held and self.active:
                 lines += [f"still the host's own, in what cannot be changed: {', '.join(installed.held)}"]
             if host.in_parts and self.active:
-                wanted = [symbol for symbol in host.replaceable if symbol.needed(installed.session)]
-                waiting = [symbol.path for symbol in wanted if symbol.module not in sys.modules]
+                waiting = [symbol.path for symbol in installed.wanted if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += _news(installed)
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
@@ -150,9 +149,7 @@ class Patch:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -194,13 +191,11 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule |
     version = _version(host)
     session = host.prepare(correction, lr_rule) if head == LOGITS else host.prepare(correction, lr_rule, head)
     _check_symbols(host, session)
-    wanted = [symbol for symbol in host.replaceable if symbol.needed(session)]
-    loaded = [symbol for symbol in wanted if not host.in_parts or symbol.module in sys.modules]
     installed = Installed(host, version, correction, lr_rule, session, head)
-    _replace(installed, loaded)
-    for symbol in wanted:
-        if symbol not in loaded:
-            installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
+    later = [symbol for symbol in installed.wanted if host.in_parts and symbol.module not in sys.modules]
+    _replace(installed, [symbol for symbol in installed.wanted if symbol not in later])
+    for symbol in later:
+        installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
     return installed
 
 
@@ -211,20 +206,12 @@ def _replace(installed: Installed, symbols: Sequence[Symbol]) -> None:
 def _place(host: Host, symbol: Symbol, session: Any) -> Place:
     assert symbol.make is not None
     owner, original = _live(host, symbol)
-    replacement = symbol.make(original, session)
-    if not isinstance(replacement, FunctionType):
-        replacement = _as_function(replacement, original)
-    return Place(symbol, owner, original, replacement)
-
-
-def _as_function(replacement: Function, original: FunctionType) -> Any:
-    """A callable as a plain function, so that a class binds it as it bound the original."""
-
-    @wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
-    return function
+    made = symbol.make(original, session)
+    # a plain function, so that a class binds it as it bound the original
+    function = (
+        made if isinstance(made, FunctionType) else wraps(original)(lambda *args, **kwargs: made(*args, **kwargs))
+    )
+    return Place(symbol, owner, original, function)
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:

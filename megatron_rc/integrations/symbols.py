@@ -107,11 +107,6 @@ class Host:
     without_rl: str = ""
     """Regular expression of its programs without a policy gradient, such as SFT, or of a flag that makes it one."""
 
-    @property
-    def replaceable(self) -> list[Symbol]:
-        """The symbols that a patch may replace."""
-        return [symbol for symbol in self.symbols if symbol.make is not None]
-
     def is_importable(self) -> bool:
         return find_module(self.module) is not None
 
@@ -165,11 +160,10 @@ def _inspect(symbol: Symbol) -> Inspected:
     node = definition(Path(spec.origin), symbol.name)
     if node is None:
         return Inspected(symbol, None, f"{symbol.path} is missing from {spec.origin}")
-    parameters, problem = parameters_of(node), None
+    parameters = parameters_of(node)
     added = _added(parameters, symbol.parameters)
-    if added is None:
-        problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
-    return Inspected(symbol, parameters, problem, added or (), body_of(node))
+    problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
+    return Inspected(symbol, parameters, problem if added is None else None, added or (), body_of(node))
 
 
 BODIES = Path(__file__).with_name("bodies.csv")
@@ -223,29 +217,25 @@ def _defaults(parameters: str) -> tuple[dict[str, str | None], dict[str, str | N
     expression = ast.parse(f"lambda {parameters}: 0", mode="eval").body
     assert isinstance(expression, ast.Lambda)
     arguments = expression.args
-    positional, defaults = [*arguments.posonlyargs, *arguments.args], [*map(ast.unparse, arguments.defaults)]
-    by_position = dict.fromkeys((each.arg for each in positional), None) | dict(
-        zip((each.arg for each in positional[len(positional) - len(defaults) :]), defaults, strict=True)
-    )
-    by_keyword = {
-        each.arg: None if default is None else ast.unparse(default)
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    }
-    return by_position, by_keyword | {f"*{each.arg}": "" for each in (arguments.vararg, arguments.kwarg) if each}
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    values = (*required, *arguments.defaults, *arguments.kw_defaults)
+    names = (each.arg for each in (*positional, *arguments.kwonlyargs))
+    found = [(name, None if each is None else ast.unparse(each)) for name, each in zip(names, values, strict=True)]
+    others = [(f"*{each.arg}", "") for each in (arguments.vararg, arguments.kwarg) if each]
+    return dict(found[: len(positional)]), dict([*found[len(positional) :], *others])
 
 
 def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The def of "function" or "Class.method" in a file; the last one, as Python would have it."""
-    body: list[ast.stmt] = _parsed(path, path.stat().st_mtime_ns).body
-    *classes, function = name.split(".")
-    for wanted in classes:
-        bodies = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == wanted]
-        if not bodies:
-            return None
-        body = bodies[-1]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    definitions = [node for node in body if isinstance(node, kinds) and node.name == function]
-    return definitions[-1] if definitions else None
+    found: Any = _parsed(path, path.stat().st_mtime_ns)
+    for part in name.split("."):
+        named = [node for node in found.body if isinstance(node, kinds | ast.ClassDef) and node.name == part]
+        if not named:
+            return None
+        found = named[-1]
+    return found if isinstance(found, kinds) else None
 
 
 @lru_cache(maxsize=32)
