@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,9 @@ class Flags:
     @property
     def hidden(self) -> tuple[str, ...]:
         """Words that the shell would replace; flags may hide in them."""
-        found = []
-        words = (*self.words[program_of(self.words) :], *self.maybe)
-        for before, word in zip(("", *words), words, strict=False):
-            is_value = before.startswith("-") and "=" not in before
-            if _LIST.match(word) or (_VARIABLE.fullmatch(word) and not is_value):
-                found.append(word)
+        words = pairwise(("", *self.words[program_of(self.words) :], *self.maybe))
+        free = [(word, not before.startswith("-") or "=" in before) for before, word in words]
+        found = [word for word, is_free in free if _LIST.match(word) or (is_free and _VARIABLE.fullmatch(word))]
         return tuple(dict.fromkeys(found))
 
     def require_absence(self, name: str) -> None:

@@ -17,8 +17,6 @@ STARTS = "execute_train"
 """How the names of the functions begin that start training; their train_args is the text of the flags."""
 MODELS = "models"
 """Folder beside the launcher with a file per model, whose function model_args returns its flags."""
-MODEL_ARGS = "${MODEL_ARGS}"
-"""Word in place of these flags where they are not known."""
 NO_TRAINING = "get_default_wandb_args"
 """Function whose flags are those of a dashboard alone."""
 _UNKNOWN = object()
@@ -41,20 +39,16 @@ class Text(NamedTuple):
         return shlex.split("".join(text if maybe is doubtful else " " for text, maybe in self.parts))
 
 
-class Command(NamedTuple):
-    words: list[str]
-    maybe: list[str]
-    """Words that it has as well if a branch with an unknown condition runs."""
+def read_launcher(path: Path) -> tuple[list[str], list[str]] | None:
+    """The words of a launcher's command, and those that it has as well if a branch with an unknown condition runs.
 
-
-def read_launcher(path: Path) -> Command | None:
-    """The command of a launcher; None for a file that starts nothing by execute_train.
-
-    Raises ValueError where it is not Python, or an argument has an open quote.
+    None for a file that starts nothing by execute_train. Raises ValueError where it is not Python, or an argument has
+    an open quote.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        starting = [node for node in _functions(tree) if any(map(_starts, ast.walk(node)))]
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        starting = [node for node in functions if any(map(_starts, ast.walk(node)))]
         if not starting:
             return None
         reader = _Reader(path.parent / MODELS)
@@ -66,10 +60,6 @@ def read_launcher(path: Path) -> Command | None:
         return reader.command
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a launcher: {error}") from None
-
-
-def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 def _starts(node: ast.AST) -> bool:
@@ -84,7 +74,7 @@ class _Reader:
         self._names: dict[str, Any] = {}
         self._fields: dict[str, Any] = {}
         self._doubtful = False
-        self.command: Command | None = None
+        self.command: tuple[list[str], list[str]] | None = None
 
     def fields(self, cls: ast.ClassDef) -> None:
         """The defaults of a dataclass, and what its __post_init__ sets."""
@@ -102,8 +92,8 @@ class _Reader:
                 ):
                     self._assign(target, self._value(value))
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
-                    added = _text(self._value(value), value).parts
-                    self._names[name] = Text(_text(self._names.get(name, ""), node.target).parts + self._maybe(added))
+                    added = ((text, maybe or self._doubtful) for text, maybe in _text(self._value(value), value).parts)
+                    self._names[name] = Text((*_text(self._names.get(name, ""), node.target).parts, *added))
                 case ast.If(test=test, body=then, orelse=otherwise):
                     self._branch(self._truth(test), then, otherwise)
                 case ast.Match(subject=subject, cases=cases):
@@ -119,35 +109,27 @@ class _Reader:
 
     def _start(self, call: ast.Call) -> None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        arguments = given["train_args"] if "train_args" in given else [*call.args, ast.Constant("")][0]
-        text = _text(self._value(arguments), arguments)
-        program, model = (
-            self._value(given[name]) if name in given else None for name in ("train_script", "megatron_model_type")
-        )
+        arguments = given.get("train_args", [*call.args, ast.Constant("")][0])
+        text, nothing = _text(self._value(arguments), arguments), ast.Constant(None)
+        program, model = (self._value(given.get(name, nothing)) for name in ("train_script", "megatron_model_type"))
         command = ["python", program if isinstance(program, str) else "train.py", *text.words(doubtful=False)]
         if model is not None:
             command += self._flags_of(model)
-        self.command = Command(command, text.words(doubtful=True))
+        self.command = command, text.words(doubtful=True)
 
     def _flags_of(self, model: Any) -> list[str]:
-        file = self._models / f"{model}.py"
-        if not isinstance(model, str) or not file.is_file():
-            return [MODEL_ARGS]
-        reader = _Reader(self._models)
-        for function in _functions(ast.parse(file.read_text(encoding="utf-8"))):
-            if function.name == "model_args":
-                reader.run(function.body)
-        returned = reader._names.get("return", _UNKNOWN)
-        return [MODEL_ARGS] if returned is _UNKNOWN else _text(returned, ast.Name("model_args")).words(doubtful=False)
+        """The flags of a model; ${MODEL_ARGS} in place of those that are not known."""
+        reader, file = _Reader(self._models), self._models / f"{model}.py"
+        if isinstance(model, str) and file.is_file():
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name == "model_args":
+                    reader.run(node.body)
+        return _text(reader._names.get("return", _UNKNOWN), ast.Name("MODEL_ARGS")).words(doubtful=False)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
         known = self._fields if isinstance(target, ast.Attribute) else self._names
-        if self._doubtful:
-            texts = [each for each in (known.get(name), value) if isinstance(each, str | Text)]
-            parts = tuple(part for each in texts for part in _text(each, target).parts)
-            value = Text(self._maybe(parts)) if "--" in "".join(text for text, _ in parts) else _UNKNOWN
-        known[name] = value
+        known[name] = _either(known.get(name), value) if self._doubtful else value
 
     def _branch(self, holds: bool | None, then: list[ast.stmt], otherwise: list[ast.stmt]) -> None:
         before, self._doubtful = self._doubtful, self._doubtful or holds is None
@@ -167,9 +149,6 @@ class _Reader:
             self._branch(holds, case.body, [])
             if holds:
                 return
-
-    def _maybe(self, parts: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
-        return tuple((text, maybe or self._doubtful) for text, maybe in parts)
 
     def _truth(self, node: ast.expr) -> bool | None:
         value = self._value(node)
@@ -208,14 +187,19 @@ class _Reader:
                 return _UNKNOWN if holds is None else not holds
             case ast.IfExp(test=test, body=then, orelse=otherwise):
                 holds = self._truth(test)
-                if holds is not None:
-                    return self._value(then if holds else otherwise)
-                both = [self._value(each) for each in (then, otherwise)]
-                parts = tuple(
-                    (text, True) for each in both if isinstance(each, str | Text) for text, _ in _text(each, node).parts
-                )
-                return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
+                if holds is None:
+                    return _either(self._value(then), self._value(otherwise))
+                return self._value(then if holds else otherwise)
         return _UNKNOWN
+
+
+def _either(*values: Any) -> Any:
+    """One of the values: the flags in them may be missing, and all else is not known."""
+    texts = [
+        Text(((each, True),)) if isinstance(each, str) else each for each in values if isinstance(each, str | Text)
+    ]
+    parts = tuple((text, True) for each in texts for text, _ in each.parts)
+    return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
 
 
 def _computed(op: ast.AST, left: Any, right: Any) -> Any:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 
 from megatron_rc.doctor.host.launcher import read_launcher
@@ -58,7 +59,7 @@ def read_script(path: Path) -> Script:
     # a folder whose name decides nothing
     script = Script([path.resolve()], variables={"HOME": ["~"]}, texts=[path.read_text(encoding="utf-8")])
     if path.suffix == ".py" and (found := read_launcher(path)):
-        script.words, script.maybe = found.words, found.maybe
+        script.words, script.maybe = found
         return script
     commands = _commands(path)
     _run(script, commands)
@@ -77,19 +78,15 @@ def program_of(words: list[str] | tuple[str, ...]) -> int:
 
 def _run(script: Script, commands: list[tuple[list[str], bool]]) -> None:
     for command, depends in commands:
-        words = list(command)
-        while words and words[0] in ("then", "do", "!"):
-            words.pop(0)
-        if not words:
-            continue
-        first = words[0]
+        words = [*dropwhile(("then", "do", "!").__contains__, command)]
+        first = words[0] if words else ""
         if first in _CLOSING:
             del script.branches[-1:]
         elif first in _OPENING:
             script.branches.append(_holds(script, words[1:]) if first == "if" and not depends else None)
         elif first in ("else", "elif"):
             _turn(script, words)
-        elif False not in script.branches:
+        elif words and False not in script.branches:
             _execute(script, words, depends or None in script.branches)
 
 
@@ -183,14 +180,10 @@ def _holds(script: Script, condition: list[str]) -> bool | None:
     if any("$" in word for word in words):
         return None
     match words:
-        case [left, "=" | "==", right]:
-            return left == right
-        case [left, "!=", right]:
-            return left != right
-        case ["-n", text]:
-            return bool(text)
-        case ["-z", text]:
-            return not text
+        case [left, "=" | "==" | "!=" as sign, right]:
+            return (left == right) == (sign != "!=")
+        case ["-n" | "-z" as sign, text]:
+            return bool(text) == (sign == "-n")
     return None
 
 
