@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
+from megatron_rc.integrations.megatron_lm.session import Answers, BinRows, Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.logprobs.inputs import HeadInputs, of_chunks
 from megatron_rc.logprobs.linear import linear_logprobs
@@ -34,11 +34,11 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
     with ExitStack() as stack:
         stack.callback(setattr, session, "answers", None)
         if getattr(host_args, "batch_invariant_mode", False):
-            session.answers = WholeLogits(temperature)
+            session.answers = Answers(temperature, group, gathered=True)
             return original(model, *args, **kwargs)
-        session.answers = LogitShards(group, temperature)
+        session.answers = Answers(temperature, group)
         if session.head.linear and (head := stack.enter_context(hidden_states(model))) is not None:
-            session.answers = HiddenStates(head.weight, group, temperature, rows)
+            session.answers = Answers(temperature, group, weight=head.weight, rows=rows)
             if head.sequence_parallel:
                 stack.callback(model.register_forward_hook(partial(_all_rows, group)).remove)
         stack.callback(model.register_forward_pre_hook(_keep_shards, with_kwargs=True).remove)
@@ -86,14 +86,14 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     answers = session.answers
     if answers is None:
         return original(logits, index)
-    if isinstance(answers, WholeLogits):
+    if answers.gathered:
         if answers.temperature == 1:
             return original(logits, index)
         # fp32 before the division, as the sampler has it; row by row, as the host computes them
         rows = zip(logits, index, strict=True)
         return torch.cat([original(row[None].float() / answers.temperature, ids[None]) for row, ids in rows])
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
-    if isinstance(answers, HiddenStates):
+    if answers.weight is not None:
         counted = None if answers.rows is None else answers.rows.to(logits.device)
         head = HeadInputs(rows=counted, **options, **of_chunks(session.head))
         logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), head=head)

@@ -17,7 +17,7 @@ from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
-from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
@@ -40,13 +40,8 @@ class PatchState(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> PatchState:
-    """The state of a new patch; ValueError as `refuse_settings`."""
-    refuse_settings(correction or RolloutCorrection())
-    return PatchState(correction or RolloutCorrection(), lr_rule)
-
-
-def refuse_settings(correction: RolloutCorrection) -> None:
-    """Refuse a correction that a loss function of one micro-batch cannot honour."""
+    """The state of a new patch; ValueError for a correction that a loss function of one micro-batch cannot honour."""
+    correction = correction or RolloutCorrection()
     refuse_correction(correction, "host 'megatron-training'")
     if correction.normalize == "batch":
         raise ValueError(
@@ -57,6 +52,7 @@ def refuse_settings(correction: RolloutCorrection) -> None:
             "old must be 'recompute' or 'current' with a weight and host 'megatron-training', whose loss is yours: PPO "
             "on current / mu would count the ratio twice; for REINFORCE pass current.detach() as train_logprobs"
         )
+    return PatchState(correction, lr_rule)
 
 
 class _Report(NamedTuple):
@@ -150,9 +146,8 @@ class TrainingStep:
         )
 
     def _log(self, values: Mapping[str, float]) -> None:
-        device = emulation.device()
-        known = {name: value for name, value in values.items() if not math.isnan(value)}
-        self.logged |= {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in known.items()}
+        options: dict[str, Any] = {"dtype": torch.float32, "device": emulation.device()}
+        self.logged |= {name: torch.tensor(value, **options) for name, value in measured(values).items()}
 
 
 def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,7 @@
 """The process that runs the script of NeMo-RL: a rollout is corrected as a whole, before its update."""
 
 import copy
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor
 from megatron_rc import schema
 from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.flag_rules import value_at
-from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings, refuse
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
@@ -23,31 +21,24 @@ from megatron_rc.learning_rate.scale import Signals
 LOGPROBS = ("prev_logprobs", "generation_logprobs")
 
 
-def setup(
-    original: Function,
-    session: Session,
-    master_config: Any,
-    tokenizer: Any,
-    dataset: Any,
-    val_dataset: Any,
-    processor: Any = None,
-    policy_factory: Callable[..., Any] | None = None,
-) -> Any:
+def setup(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
     """The host's function, whose policy corrects its rollouts.
 
     Raises:
         ValueError: the configuration cannot be honoured, or another policy_factory is given.
     """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    master_config = call.arguments["master_config"]
     refuse(session, master_config)
-    if policy_factory is not None:
+    if call.arguments.get("policy_factory") is not None:
         raise ValueError("policy_factory must be None in a patched run, which passes its own")
     session.used = True
     weighted = session.correction is not None and value_at(master_config, "loss_fn.use_importance_sampling_correction")
     own = "; the host's own importance weight is taken off the loss" * bool(weighted)
     rule = "" if session.lr_rule is None else f", {session.lr_rule}"
     print(f"megatron_rc is on in this run of NeMo-RL: {session.correction}{rule}{own}", flush=True)
-    factory = partial(make_policy, session)
-    return original(master_config, tokenizer, dataset, val_dataset, processor=processor, policy_factory=factory)
+    call.arguments["policy_factory"] = partial(make_policy, session)
+    return original(*call.args, **call.kwargs)
 
 
 def make_policy(session: Session, **kwargs: Any) -> Any:
@@ -107,7 +98,8 @@ def corrected_train(
     answered = lengths[lengths > 0]
     signals = Signals(length=answered.double().mean().item() if len(answered) else None)
     log: dict[str, float] = {}
-    with _given_back(data):
+    own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
+    try:
         if session.correction is not None:
             values = _correct(session, data)
             log |= prefixed(worth_logging(values))
@@ -118,6 +110,9 @@ def corrected_train(
         if session.lr_rule is not None:
             log |= policy.run_all_workers_single_data("begin_rollout", signals._asdict())[0]
         results: dict[str, Any] = original(data, loss_fn, **kwargs)
+    finally:
+        # the host logs them
+        data.update(own)
     # the host sums each list
     results["all_mb_metrics"].update({name: [value] for name, value in log.items()})
     return results
@@ -145,16 +140,4 @@ def _correct(session: Session, data: Any) -> dict[str, float]:
         both = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0))
         for name in LOGPROBS:
             data[name] = torch.where(corrupt, both.to(data[name].dtype), data[name])
-    return {
-        name: float(value) for name, value in values.items() if isinstance(value, int | float) and not math.isnan(value)
-    }
-
-
-@contextmanager
-def _given_back(data: Any) -> Iterator[None]:
-    """Within this block ``data`` may change; after it the host, which logs it, has its own tensors back."""
-    own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
-    try:
-        yield
-    finally:
-        data.update(own)
+    return measured(values)

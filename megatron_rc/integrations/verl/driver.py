@@ -1,6 +1,5 @@
 """The trainer process of verl: it corrects a whole rollout, and changes what the actor's update gets."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import PREFIX, measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.panels import panels_of_verl
 from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
@@ -72,8 +71,7 @@ def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[st
     sums.check(state.settings.max_nonfinite_share, state.correction.max_k3)
     values = sums.values()
     warn(state.lost_batch.see(values, state.correction), *groups)
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    known = {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+    known = measured(values)
     return {**names_of_verl(known), **prefixed(worth_logging(known))}
 
 

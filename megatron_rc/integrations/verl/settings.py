@@ -137,12 +137,6 @@ def prepared(settings: VerlSettings) -> VerlPatch:
     Raises:
         ValueError: verl cannot honour them, whatever its configuration.
     """
-    refuse_settings(settings)
-    return VerlPatch(settings, settings.lr_rule)
-
-
-def refuse_settings(settings: VerlSettings) -> None:
-    """Refuse settings that verl cannot honour, whatever its configuration."""
     correction = settings.correction or RolloutCorrection()
     refuse_correction(correction, "verl")
     two_policies, kept = correction.old == "rollout", settings.denominator == "kept"
@@ -172,3 +166,4 @@ def refuse_settings(settings: VerlSettings) -> None:
     ):  # fmt: skip
         if wrong:
             raise ValueError(sentence)
+    return VerlPatch(settings, settings.lr_rule)
