@@ -31,9 +31,8 @@ def patch(
 
     Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Every name, class
     attribute, dict or list of a loaded module that holds the function is changed too, a tuple that holds it is named in
-    `Patch.report`, and modules that are imported later find the replacements. A patch is a
-    context manager that undoes itself. Patching a host again with equal settings counts as nested: the host is
-    restored when the last of its patches is undone.
+    `Patch.report`, and modules that are imported later find the replacements. A patch is a context manager that undoes
+    itself. With equal settings patches of a host nest: it is restored when the last of them is undone.
 
     A host that trains in processes of its own (slime, miles) cannot be patched from here: nothing is replaced, and
     `Patch.recipe` has the flags and the YAML that give it the same correction.
@@ -81,10 +80,9 @@ def patch_host(
             _check_symbols(target, session=None)
         nothing_replaced = Installed(target, version, correction, lr_rule, session=None)
         return Patch(nothing_replaced, target.recipe(correction, lr_rule))
-    installed = INSTALLED.get(target.name)
-    if installed is None:
-        installed = INSTALLED[target.name] = _install(target, correction, lr_rule, head)
-    elif (installed.correction, installed.lr_rule, installed.head) != (correction, lr_rule, head):
+    installed = INSTALLED.get(target.name) or _install(target, correction, lr_rule, head)
+    INSTALLED[target.name] = installed
+    if (installed.correction, installed.lr_rule, installed.head) != (correction, lr_rule, head):
         raise ValueError(f"{target.name} is already patched with other settings; undo that patch first")
     patched = Patch(installed)
     installed.holders.append(patched)

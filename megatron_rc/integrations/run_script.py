@@ -52,18 +52,14 @@ def patch_settings(
         ValueError: no such file or preset, or a wrong field, named.
     """
     data = schema.load_yaml(config) if config is not None else {}
-    if preset is not None:
-        data["correction"] = preset
-    if lr_rule is not None:
-        data["lr_rule"] = lr_rule
+    data |= {name: given for name, given in (("correction", preset), ("lr_rule", lr_rule)) if given is not None}
     return schema.from_dict(PatchSettings, data, assignments=assignments)
 
 
 def recipe(settings: PatchSettings, *, host: str = "auto") -> str:
     """What to add to a host that cannot be patched from outside, as text; without settings, a recipe that measures.
 
-    Raises:
-        ValueError: the host is patched inside the process of its script, or as `patch`.
+    Raises ValueError for a host that is patched inside the process of its script, or as `patch`.
     """
     target = host_named(host)
     if target.recipe is None:

@@ -11,11 +11,7 @@ _logger = logging.getLogger(__name__)
 
 
 def settings_of(lr_rule: LRRule | None, where: str) -> RuleSettings | None:
-    """The rule for a host whose trainer runs in other processes.
-
-    Raises:
-        ValueError: the rule is an object and not its settings, which alone can go ``where``.
-    """
+    """The rule for a host whose trainer runs in other processes; ValueError for an object, which cannot go there."""
     if isinstance(lr_rule, LRScale):
         raise ValueError(f"lr_rule must be settings, such as LengthDecaySettings, which go {where}, got {lr_rule!r}")
     return lr_rule

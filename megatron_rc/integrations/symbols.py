@@ -68,8 +68,8 @@ class Host:
     read_version: Callable[[], str | None]
     """Returns the version that is installed, without importing the host; None where it has none."""
     prepare: Callable[..., Any] = lambda correction, lr_rule: None
-    """(correction, lr_rule) -> the session of one patch, and HeadOptions other than the default behind them; ValueError
-    for settings that the host cannot honour."""
+    """(correction, lr_rule, and HeadOptions other than the default) -> the session of one patch; ValueError for
+    settings that the host cannot honour."""
     heads: tuple[Head, ...] = ("logits",)
     """What log-probs of the patched host can be made of."""
     tested: str = ""
@@ -81,11 +81,9 @@ class Host:
     release: Callable[[Any], None] = lambda session: None
     """Undoes what the replacements of a session have attached to the host's objects; may refuse by ValueError."""
     recipe: Callable[[Any, Any], Recipe] | None = None
-    """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
-    host are inspected and never replaced."""
+    """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach."""
     in_parts: bool = False
-    """Whether each of its processes imports only the modules that it needs: a symbol is replaced as its module is
-    imported, and never where it is not."""
+    """Whether each of its processes imports only some modules: a symbol is replaced as its module is imported."""
     summary: str = ""
     """What the host is, as docs/hosts/index.md names it."""
     where: str = ""
@@ -167,18 +165,14 @@ def _inspect(symbol: Symbol) -> Inspected:
 
 
 BODIES = Path(__file__).with_name("bodies.csv")
-"""The functions that the contract tests ran against: path of the symbol, `body_of` it. launch/moved_symbols.py --record
-writes it."""
+"""Path and `body_of` the symbols that contract tests ran against; launch/moved_symbols.py --record writes it."""
 
 
 @lru_cache(maxsize=1)
 def known_bodies() -> dict[str, set[str]]:
     """Path of a symbol -> the bodies that it had in the states of the host that were tested."""
-    found: dict[str, set[str]] = {}
-    for line in BODIES.read_text(encoding="utf-8").splitlines():
-        path, _, body = line.partition(",")
-        found.setdefault(path, set()).add(body)
-    return found
+    rows = [line.split(",") for line in BODIES.read_text(encoding="utf-8").splitlines()]
+    return {path: {body for of_path, body in rows if of_path == path} for path, _ in rows}
 
 
 def body_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -245,8 +239,6 @@ def _parsed(path: Path, changed: int) -> ast.Module:
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """The parameters of a def, as `Symbol.parameters` has them."""
-    arguments = node.args
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return ast.unparse(arguments)
+    for argument in (each for each in ast.walk(node.args) if isinstance(each, ast.arg)):
+        argument.annotation = None
+    return ast.unparse(node.args)

@@ -83,15 +83,13 @@ def read_environment() -> Environment:
 
 def read_hosts(names: Sequence[str], flags: Flags | None) -> list[HostFacts]:
     """Facts of the named hosts, or of all known ones without names; ValueError for an unknown name."""
-    hosts = [host_named(name) for name in names] or list(HOSTS.values())
-    return [_read(host, flags, asked=bool(names)) for host in hosts]
-
-
-def _read(host: Host, flags: Flags | None, asked: bool) -> HostFacts:
-    if not host.is_importable():
-        return HostFacts(host, False, None, {}, flags, asked, _unmade_helpers())
-    symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)}
-    return HostFacts(host, True, host.read_version(), symbols, flags, asked, _unmade_helpers())
+    found, helpers = [], _unmade_helpers()
+    for host in [host_named(name) for name in names] or HOSTS.values():
+        here = host.is_importable()
+        symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)} if here else {}
+        version = host.read_version() if here else None
+        found.append(HostFacts(host, here, version, symbols, flags, bool(names), helpers))
+    return found
 
 
 def _unmade_helpers() -> str | None:

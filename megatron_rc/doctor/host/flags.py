@@ -58,6 +58,11 @@ class Flags:
         return given[0]
 
     @property
+    def hiding(self) -> str:
+        """Some of `hidden`, as a sentence names them."""
+        return ", ".join(self.hidden[:MAX_NAMED])
+
+    @property
     def hidden(self) -> tuple[str, ...]:
         """Words that the shell would replace; flags may hide in them."""
         words = pairwise(("", *self.words[program_of(self.words) :], *self.maybe))
@@ -72,7 +77,7 @@ class Flags:
         if name in self._in_branches or f"no-{name}" in self._in_branches:
             raise Undecided(f"--{name} is in a branch of the script that may run or not", EXPANDED)
         if self.hidden:
-            raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:MAX_NAMED])}", EXPANDED)
+            raise Undecided(f"--{name} may be set in {self.hiding}", EXPANDED)
 
     @property
     def patched(self) -> bool:

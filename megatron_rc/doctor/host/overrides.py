@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
-from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags, is_spelled_out
+from megatron_rc.doctor.host.flags import EXPANDED, Flags, is_spelled_out
 from megatron_rc.doctor.registry import Undecided
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
@@ -62,7 +62,7 @@ class Overrides:
 
     def _default(self, path: str) -> Any:
         if self._flags.hidden:
-            raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:MAX_NAMED])}", EXPANDED)
+            raise Undecided(f"{path} may be set in {self._flags.hiding}", EXPANDED)
         if self._unread:
             raise Undecided(f"{path} may be set in {self._unread}, which is not here", "Run doctor where that file is.")
         return self._defaults[path]

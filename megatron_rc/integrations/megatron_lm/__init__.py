@@ -1,14 +1,8 @@
 """The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository.
 
-What runs when, in a patched run of train_rl.py:
-
-1. `setup_model_and_optimizer` refuses flags that the correction cannot work with; the length decay is attached to the
-   scheduler that `get_optimizer_param_scheduler` returns, before a checkpoint is loaded into it.
-2. For every rollout batch, `prepare_data_for_update` of the host pads and packs the sampler's log-probs (missing ones
-   become NaN) and computes the old log-probs (`get_logprobs`: sharded, fp32). Ours then corrects the whole batch once,
-   puts the weights where the host keeps the rollout log-probs, and steps the rule of the learning rate.
-3. For every training step, `train_step` counts the tokens of the step and logs the metrics.
-4. For every micro-batch, `calculate_grpo_loss` weights the policy-gradient term.
+`SYMBOLS` says what each replacement does. `prepare_data_for_update` corrects a rollout batch once, after the host has
+padded and packed the sampler's log-probs and computed the old ones, and puts the weights where the host keeps the
+rollout log-probs: there `calculate_grpo_loss` finds them in every micro-batch.
 """
 
 from megatron_rc import versions

@@ -13,14 +13,7 @@ from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.log_names import warn, worth_logging
-from megatron_rc.integrations.megatron_lm.lags import (
-    Placed,
-    epochs_of_rows,
-    is_stale,
-    lags_of,
-    placed_bins,
-    placed_rows,
-)
+from megatron_rc.integrations.megatron_lm import lags
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import mismatch_signals
@@ -109,8 +102,7 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
             iterator = _correct_micro_batches(session, iterator, epochs, group)
         session.micro_batch = 0
     if session.attached is not None:
-        signals = session.signals._replace(length=mean_response_length(rollouts))
-        session.attached.begin(signals)
+        session.attached.begin(session.signals._replace(length=mean_response_length(rollouts)))
     return iterator, group_stats, examples
 
 
@@ -123,20 +115,25 @@ def _epochs(correction: RolloutCorrection, rollouts: Any, group_stats: Any) -> l
     reads_lags, segments = Plan.of(correction).reads_lags, getattr(group_stats, "policy_epoch_segments", None)
     if segments is None:
         if reads_lags:
-            raise ValueError(_NO_EPOCHS)
+            raise ValueError(
+                "the correction depends on lags, and prepare_data_for_update of the host returns no "
+                "policy_epoch_segments: use bounds that do not, or a newer Megatron-LM"
+            )
         return None
     from megatron.rl import rl_utils
     from megatron.training.global_vars import get_args
 
-    epochs = epochs_of_rows(rollouts, segments, rl_utils._is_collapsible_rollout)
-    return epochs if reads_lags or is_stale(epochs, get_args().curr_iteration) else None
+    epochs = lags.epochs_of_rows(rollouts, segments, rl_utils._is_collapsible_rollout)
+    return epochs if reads_lags or lags.is_stale(epochs, get_args().curr_iteration) else None
 
 
-def _lags(epochs: list[list[int]] | None, placed: Iterable[Placed], like: Tensor) -> Tensor | None:
+def _lags(epochs: list[list[int]] | None, placed: Iterable[lags.Placed], like: Tensor) -> Tensor | None:
     """[rows, T - 1] where ``like`` is."""
     from megatron.training.global_vars import get_args
 
-    return None if epochs is None else lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
+    return (
+        None if epochs is None else lags.lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
+    )
 
 
 def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None, dp_group: Any) -> None:
@@ -153,7 +150,7 @@ def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None
         packing.packed_loss_mask[:, 1:].bool().to(device),
         torch.cat([of_bin.to(device).float() for of_bin in bins]),
         starts,
-        _lags(epochs, placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
+        _lags(epochs, lags.placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
     )
     packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
@@ -172,7 +169,9 @@ def _correct_micro_batches(session: Session, iterator: Any, epochs: list[list[in
         loss_mask[:, 1:].bool().to(device),
         advantages.float(),
         None,
-        _lags(epochs, placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)),
+        _lags(
+            epochs, lags.placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)
+        ),
     )
     sizes = [len(batch[0]) for batch in batches]
     parts = _for_the_loss(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
@@ -206,10 +205,6 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     return weights
 
 
-_NO_EPOCHS = (
-    "the correction depends on lags, and prepare_data_for_update of the host returns no policy_epoch_segments: use "
-    "bounds that do not, or a newer Megatron-LM"
-)
 _NO_LOGPROBS = (
     "no token of the rollout batch has a rollout log-prob: add --rl-inference-logprobs-is-correction, and sample with "
     "an agent whose rollouts are TokenRollout"
@@ -221,12 +216,8 @@ def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
 
     Rollouts without a generation mask (failed episodes, text without tokens) have no length and are left out.
     """
-    lengths = [
-        sum(map(sum, rollout.generation_mask))
-        for group in rollouts
-        for rollout in group
-        if getattr(rollout, "generation_mask", None)
-    ]
+    masks = (getattr(rollout, "generation_mask", None) for rollout in itertools.chain(*rollouts))
+    lengths = [sum(map(sum, mask)) for mask in masks if mask]
     return sum(lengths) / len(lengths) if lengths else None
 
 

@@ -89,7 +89,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: 
             "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
             "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
         )
-    refuse_correction(asked, "host 'megatron-lm'", (*STATISTICS, "lag"), knows_lags=True)
+    refuse_correction(asked, "host 'megatron-lm'", (*STATISTICS, "lag"))
     if asked.old == "rollout":
         asked.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
         asked.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")

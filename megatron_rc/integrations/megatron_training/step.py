@@ -79,18 +79,15 @@ class TrainingStep:
     def forget(self) -> None:
         """Start again, as if no micro-batch had been taken."""
         self._sums = MetricSums()
-        self._micro_batches = 0
-        self._new_rollouts = 0
-        self._responses: list[Tensor] = []
+        self._counts = torch.zeros(6, dtype=torch.float64, device=emulation.device())
 
     def take(
         self, metrics: MetricSums, response_lengths: Tensor | None, truncated: Tensor | None, new_rollout: bool
     ) -> None:
         """Keep what the loss function of one micro-batch passes to `correct_micro_batch`."""
         self._sums.merge(metrics)
-        self._micro_batches += 1
-        self._new_rollouts += new_rollout
-        self._responses.append(torch.cat([_total_and_count(response_lengths), _total_and_count(truncated)]))
+        taken = self._counts.new_tensor([1, new_rollout])
+        self._counts += torch.cat([_total_and_count(response_lengths), _total_and_count(truncated), taken])
 
     def finish(self) -> None:
         """Pool, check, log, and begin the next rollout of the rule of the learning rate.
@@ -113,17 +110,13 @@ class TrainingStep:
         if report.new_rollout:
             state.attached.begin(report.signals)
         elif rule.rollouts == 0:
-            needed = "correct_micro_batch(new_rollout=True) in the first step of a rollout"
-            raise ValueError(f"lr_rule needs {needed}")
+            raise ValueError("lr_rule needs correct_micro_batch(new_rollout=True) in the first step of a rollout")
         self._log(rule.metrics())
 
     def _pool(self) -> _Report:
         """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        nothing = torch.zeros(4, dtype=torch.float64, device=emulation.device())
-        responses = torch.stack([nothing, *self._responses]).sum(0)
-        counts = responses.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
-        shared = torch.cat([responses, counts])
+        shared = torch.cat([self._counts, self._counts[4:5].clamp(max=1)])
         dist.all_reduce(shared, group=group)
         total, measured, truncated, judged, micro_batches, new_rollouts, ranks = shared.tolist()
         if not micro_batches:
@@ -140,10 +133,8 @@ class TrainingStep:
         warn(self._state.lost_batch.see(values, self._state.correction), group, tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
-        signals = mismatch_signals(values, self._state.correction)
-        return _Report(
-            new_rollout=new_rollouts > 0, signals=signals._replace(length=mean_length, truncated_share=share)
-        )
+        signals = mismatch_signals(values, self._state.correction)._replace(length=mean_length, truncated_share=share)
+        return _Report(new_rollout=new_rollouts > 0, signals=signals)
 
     def _log(self, values: Mapping[str, float]) -> None:
         options: dict[str, Any] = {"dtype": torch.float32, "device": emulation.device()}
