@@ -14,8 +14,7 @@ from megatron_rc.doctor.host.script import program_of, read_script
 from megatron_rc.doctor.registry import Undecided
 
 EXPANDED = "Let the script echo its command, and give that."
-MAX_NAMED = 5
-"""A sentence names at most this many shell variables: scripts with dozens would fill the screen."""
+THERE = "Run doctor where that file is."
 _VARIABLE = re.compile(r"(\$(\w+|\{.*\}))+")
 """A word of variables alone; one with text behind them, as a path has, can be no flag."""
 CHECKPOINTS = ("hf-checkpoint", "path", "model_name")
@@ -59,8 +58,8 @@ class Flags:
 
     @property
     def hiding(self) -> str:
-        """Some of `hidden`, as a sentence names them."""
-        return ", ".join(self.hidden[:MAX_NAMED])
+        """The first of `hidden`, as a sentence names them: dozens would fill the screen."""
+        return ", ".join(self.hidden[:5])
 
     @property
     def hidden(self) -> tuple[str, ...]:
@@ -107,13 +106,11 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         flag, default = name.replace("_", "-"), self._defaults.get(name)
         try:
-            keys = self._config_keys
+            if name in self._config_keys:
+                return self._config_keys[name]
         except Undecided:
             if flag not in self._flags:
                 raise
-            keys = {}
-        if name in keys:
-            return keys[name]
         if flag not in self._flags:
             self._flags.require_absence(flag)
         if isinstance(default, bool):
@@ -134,7 +131,7 @@ class Arguments:
     def _config_keys(self) -> dict[str, Any]:
         path = self._flags.text(self._config_flag, "") if self._config_flag else ""
         if path and not Path(path).is_file():
-            raise Undecided(f"--{self._config_flag} {path} cannot be read here", "Run doctor where that file is.")
+            raise Undecided(f"--{self._config_flag} {path} cannot be read here", THERE)
         return schema.load_yaml(Path(path)) if path else {}
 
 

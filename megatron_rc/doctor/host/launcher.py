@@ -13,12 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STARTS = "execute_train"
-"""How the names of the functions begin that start training; their train_args is the text of the flags."""
-MODELS = "models"
-"""Folder beside the launcher with a file per model, whose function model_args returns its flags."""
-NO_TRAINING = "get_default_wandb_args"
-"""Function whose flags are those of a dashboard alone."""
 _UNKNOWN = object()
 _OPERATIONS: dict[type, Any] = {
     ast.Mult: operator.mul, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv, ast.Eq: operator.eq,
@@ -51,7 +45,7 @@ def read_launcher(path: Path) -> tuple[list[str], list[str]] | None:
         starting = [node for node in functions if any(map(_starts, ast.walk(node)))]
         if not starting:
             return None
-        reader = _Reader(path.parent / MODELS)
+        reader = _Reader(path.parent / "models")
         reader.run(node for node in tree.body if isinstance(node, ast.Assign))
         taken = {ast.unparse(each.annotation) for each in starting[0].args.args if each.annotation}
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in taken):
@@ -63,7 +57,7 @@ def read_launcher(path: Path) -> tuple[list[str], list[str]] | None:
 
 
 def _starts(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(STARTS)
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith("execute_train")
 
 
 class _Reader:
@@ -87,10 +81,8 @@ class _Reader:
     def run(self, body: Iterable[ast.stmt]) -> None:
         for node in body:
             match node:
-                case (
-                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-                ):
-                    self._assign(target, self._value(value))
+                case ast.Assign(targets=[to], value=value) | ast.AnnAssign(target=to, value=ast.expr() as value):
+                    self._assign(to, self._value(value))
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
                     added = ((text, maybe or self._doubtful) for text, maybe in _text(self._value(value), value).parts)
                     self._names[name] = Text((*_text(self._names.get(name, ""), node.target).parts, *added))
@@ -118,7 +110,7 @@ class _Reader:
         self.command = command, text.words(doubtful=True)
 
     def _flags_of(self, model: Any) -> list[str]:
-        """The flags of a model; ${MODEL_ARGS} in place of those that are not known."""
+        """What model_args returns in the file of a model; ${MODEL_ARGS} where that is not known."""
         reader, file = _Reader(self._models), self._models / f"{model}.py"
         if isinstance(model, str) and file.is_file():
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -162,8 +154,8 @@ class _Reader:
                 return self._names.get(name, _UNKNOWN)
             case ast.Attribute(value=ast.Name(), attr=name):
                 return self._fields.get(name, _UNKNOWN)
-            case ast.Call(func=function) if ast.unparse(function).endswith(NO_TRAINING):
-                return ""
+            case ast.Call(func=function) if ast.unparse(function).endswith("get_default_wandb_args"):
+                return ""  # flags of a dashboard alone
             case ast.JoinedStr(values=values):
                 return Text(tuple(part for each in values for part in _text(self._value(each), each).parts))
             case ast.FormattedValue(value=inner):

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
-from megatron_rc.doctor.host.flags import EXPANDED, Flags, is_spelled_out
+from megatron_rc.doctor.host.flags import EXPANDED, THERE, Flags, is_spelled_out
 from megatron_rc.doctor.registry import Undecided
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
@@ -24,7 +24,6 @@ class Overrides:
     Reading a value raises Undecided if a variable of the shell or another part of the host decides it.
 
     Args:
-        flags: the command line.
         defaults: values by dotted path where neither the command line nor a YAML file has one.
         own_configs: names of YAML files of the host whose values ``defaults`` holds; () where it does not use Hydra.
     """
@@ -51,21 +50,18 @@ class Overrides:
             if node is None:
                 return None
             node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-            if node is _ABSENT:
-                return self._default(path)
+        if node is _ABSENT:
+            if self._flags.hidden:
+                raise Undecided(f"{path} may be set in {self._flags.hiding}", EXPANDED)
+            if self._unread:
+                raise Undecided(f"{path} may be set in {self._unread}, which is not here", THERE)
+            return self._defaults[path]
         if isinstance(node, str) and not is_spelled_out(parts[-1], node):
             reference = _REFERENCE.fullmatch(node)
             if reference and references and "." in reference[1]:
                 return self._read(reference[1], references - 1)
             raise Undecided(f"{path} is {node}, which is filled in elsewhere", EXPANDED)
         return node
-
-    def _default(self, path: str) -> Any:
-        if self._flags.hidden:
-            raise Undecided(f"{path} may be set in {self._flags.hiding}", EXPANDED)
-        if self._unread:
-            raise Undecided(f"{path} may be set in {self._unread}, which is not here", "Run doctor where that file is.")
-        return self._defaults[path]
 
     @property
     def program(self) -> str:

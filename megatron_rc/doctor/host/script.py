@@ -3,7 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass, field
-from itertools import dropwhile
+from itertools import dropwhile, pairwise
 from pathlib import Path
 
 from megatron_rc.doctor.host.launcher import read_launcher
@@ -11,8 +11,6 @@ from megatron_rc.doctor.host.launcher import read_launcher
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
-_ARGUMENTS = ("$@", "$*")
-"""Variables that hold the arguments of the script; doctor judges the script as it runs without arguments."""
 _OPENING = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSING = ("fi", "done", "esac", "}")
 _EXPORTING = ("export", "declare", "local", "readonly", "-x")
@@ -70,10 +68,8 @@ def read_script(path: Path) -> Script:
 
 def program_of(words: list[str] | tuple[str, ...]) -> int:
     """The index after the word that names the program: a file of Python, or the module after -m; 0 where none does."""
-    for index, word in enumerate(words):
-        if word.endswith(".py") or (index and words[index - 1] == "-m"):
-            return index + 1
-    return 0
+    named = (word.endswith(".py") or before == "-m" for before, word in pairwise(("", *words)))
+    return next((index for index, names in enumerate(named, 1) if names), 0)
 
 
 def _run(script: Script, commands: list[tuple[list[str], bool]]) -> None:
@@ -137,7 +133,7 @@ def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
 def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[str], list[str]]:
     """The words with known variables filled in, and the words that may appear next to them.
 
-    The value of a variable without quotes is split into words, except in an assignment.
+    The value of a variable without quotes is split into words, except in an assignment. The script has no arguments.
     """
     expanded: list[str] = []
     maybe: list[str] = []
@@ -146,7 +142,7 @@ def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[
         if array and (array[1] in script.variables or array[1] in script.candidates):
             expanded += script.variables.get(array[1], [])
             maybe += script.candidates.get(array[1], [])
-        elif word not in _ARGUMENTS and not (array and not script.may_have(array[1])):
+        elif word not in ("$@", "$*") and not (array and not script.may_have(array[1])):
             filled = _fill(script, word)
             expanded += filled.split() if split and re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
     return expanded, maybe
