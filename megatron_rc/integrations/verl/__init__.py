@@ -74,13 +74,13 @@ SYMBOLS = (
         "refuses models and settings whose log-probs would not come from the fused head", when=_without_logits),
     Symbol(FUSED, "fused_output_processor",
         "*, hidden_states, output_layer, output_weight, labels, context, config, **_ignored",
-        replaced_by(f"{OURS}.logprobs", "fused_output_processor"),
+        replaced_by(f"{OURS}.logprobs", "with_our_head"),
         "computes log-probs and entropy of hidden states, a chunk of tokens at a time", when=_without_logits),
     Symbol(FUSED, "_fused_GPTModel_forward",
         "model, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
         "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
         "loss_mask=None, temperature=1.0, padding_mask=None, **kwargs",
-        replaced_by(f"{OURS}.logprobs", "fused_forward"),
+        replaced_by(f"{OURS}.logprobs", "with_our_head"),
         "the same for a GPTModel without an output processor", when=_without_logits),
 )  # fmt: skip
 

@@ -60,11 +60,7 @@ def _compared(state: VerlPatch, inner: Function, given: Given) -> Answer:
 
 
 def corrected_by_the_driver(state: VerlPatch, inner: Loss, given: Given) -> Answer:
-    """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing.
-
-    Raises:
-        ValueError: the correction acts, and the trainer process has not computed its weights.
-    """
+    """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing."""
     weights = given.rollout_is_weights
     if weights is None:
         if state.acts:
