@@ -14,7 +14,7 @@ from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 if TYPE_CHECKING:
-    from megatron_rc.integrations.megatron_training.micro_batch import correct_micro_batch
+    from megatron_rc.integrations.megatron_training.step import correct_micro_batch
 
 __all__ = ["HOST", "correct_micro_batch", "host"]
 
@@ -60,5 +60,5 @@ HOST = host(versions.megatron_core_version())
 def __getattr__(name: str) -> Any:
     # doctor reads this table without torch
     if name == "correct_micro_batch":
-        return import_module(f"{__name__}.micro_batch").correct_micro_batch
+        return import_module(STEP).correct_micro_batch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""One training step of Megatron: statistics that its loss functions record, pooled before the optimizer steps."""
+"""One training step of Megatron: what its loss functions pass to correct_micro_batch, pooled before the optimizer."""
 
 import inspect
 import math
@@ -12,11 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
+from megatron_rc.integrations.installed import session_of
 from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import HoldsRule
@@ -90,14 +93,8 @@ class TrainingStep:
         self._counts += torch.cat([_total_and_count(response_lengths), _total_and_count(truncated), taken])
 
     def finish(self) -> None:
-        """Pool, check, log, and begin the next rollout of the rule of the learning rate.
-
-        Raises:
-            ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
-                alike, before the optimizer steps.
-        """
-        is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        report = _from_last_stage(self._pool() if is_last_stage else None)
+        """Pool, check, log, and begin the next rollout of the rule; ValueError on every rank alike."""
+        report = _from_last_stage(self._pool() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None)
         if report.problem is not None:
             raise ValueError(report.problem)
         state = self._state
@@ -141,6 +138,66 @@ class TrainingStep:
         self.logged |= {name: torch.tensor(value, **options) for name, value in measured(values).items()}
 
 
+def correct_micro_batch(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    num_segments: int | None = None,
+    advantages: Tensor | None = None,
+    mean_k3: Tensor | None = None,
+    response_lengths: Tensor | None = None,
+    truncated: Tensor | None = None,
+    new_rollout: bool = True,
+    backend: str = "auto",
+) -> Corrected:
+    """`correct` for the loss function of a forward_step: with the correction of `patch("megatron-training")`.
+
+    Inside a training step, metrics and response lengths are kept. After the last micro-batch and before the optimizer
+    step they are pooled over micro-batches and data-parallel ranks; the length decay advances by one rollout, and the
+    metrics join Megatron's log. Without the patch nothing is kept, and the correction is "none": all weights are 1.
+
+    Args:
+        train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, segment_ids, num_segments, advantages, backend: as in
+            `correct`; under context parallelism this rank's slice.
+        mean_k3: as in `Extras`; required by the gate "standardized", for which the metric mean_k3 of an earlier
+            rollout may serve.
+        response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
+            None: the loss tokens of this batch.
+        truncated: [S], bool, whether each of those responses was cut off at the length limit; it lets the length decay
+            see a surge into that limit.
+        new_rollout: False in the second and later optimizer steps of one rollout, whose lengths are known already.
+
+    Returns:
+        Corrected. Its metrics are those of the micro-batch.
+
+    Raises ValueError as `correct`, and for the gate "standardized" without mean_k3.
+    """
+    state = session_of(NAME)
+    correction = state.correction if state else RolloutCorrection()
+    if mean_k3 is None:
+        correction.check_one_micro_batch("correct_micro_batch")
+    split = parallel_state.get_context_parallel_world_size() > 1
+    corrected = correct(
+        train_logprobs,
+        rollout_logprobs,
+        loss_mask,
+        correction=correction,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        advantages=advantages,
+        extras=Extras(mean_k3=mean_k3),
+        cp_group=parallel_state.get_context_parallel_group() if split else None,
+        backend=backend,
+    )
+    if state is not None and state.step is not None:
+        state.step.take(corrected.metrics, response_lengths, truncated, new_rollout)
+    return corrected
+
+
 def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any) -> Any:
     """The host's function, inside a TrainingStep that is finished before the optimizer steps."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -150,8 +207,7 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        (captured,) = RULES
-        raise ValueError(captured.refusal(captured.problem))
+        raise ValueError(RULES[0].refusal(RULES[0].problem))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)
 
@@ -178,9 +234,7 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
 
 def _total_and_count(values: Tensor | None) -> Tensor:
     """[2] fp64; zeros for None."""
-    if values is None:
-        return torch.zeros(2, dtype=torch.float64, device=emulation.device())
-    exact = values.to(emulation.device(), torch.float64)
+    exact = (torch.zeros(0) if values is None else values).to(emulation.device(), torch.float64)
     return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
 
 
