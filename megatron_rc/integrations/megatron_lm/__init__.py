@@ -61,20 +61,6 @@ SYMBOLS = (
         when=lambda session: session.head.linear),
 )  # fmt: skip
 
-DIFFERENCES = (
-    "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16. Under "
-    "--batch-invariant-mode the host's own log-softmax, which is fp32, is kept",
-    "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
-    "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
-    "(unless --calculate-per-token-loss)",
-    "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
-    "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
-    "--rl-use-sequence-packing the host reads its log-prob as 0",
-    "a sequence or token with a NaN, infinite or positive log-prob is dropped; more than 1 % of them stop the run",
-    "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
-    "without --rl-importance-sampling-truncation-coef, which the patch refuses",
-)
-
 HOST = Host(
     name="megatron-lm",
     summary="Megatron-LM's own RL (`train_rl.py`)",
@@ -86,7 +72,19 @@ HOST = Host(
     heads=("logits", "linear"),
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
-    differences=DIFFERENCES,
+    differences=(
+        "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16. Under "
+        "--batch-invariant-mode the host's own log-softmax, which is fp32, is kept",
+        "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
+        "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
+        "(unless --calculate-per-token-loss)",
+        "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
+        "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
+        "--rl-use-sequence-packing the host reads its log-prob as 0",
+        "a sequence or token with a NaN, infinite or positive log-prob is dropped; more than 1 % of them stop the run",
+        "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
+        "without --rl-importance-sampling-truncation-coef, which the patch refuses",
+    ),
     pythons=versions.PYTHON_OF_MEGATRON_LM,
     compiles_helpers=True,
     contains=("megatron-training",),

@@ -30,7 +30,9 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
 
     host_args, groups = get_args(), get_attr_wrapped_model(model, "pg_collection")
     group, temperature = groups.tp, host_args.rl_default_temperature
-    rows = _take_loaded_rows(session, groups.cp)
+    loaded, session.loaded = session.loaded, None
+    split = groups.cp is not None and dist.get_world_size(groups.cp) > 1
+    rows = None if loaded is None or session.bins is None or split else session.bins.rows[loaded]
     with ExitStack() as stack:
         stack.callback(setattr, session, "answers", None)
         if getattr(host_args, "batch_invariant_mode", False):
@@ -50,19 +52,10 @@ def load_packed_data_by_index(original: Function, session: Session, *args: Any, 
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     mask = call["packing_context"].packed_loss_mask
     if session.bins is None or session.bins.mask is not mask:
-        session.bins = BinRows.of(mask)
+        predicted = mask[:, 1:] != 0
+        session.bins = BinRows(mask, predicted.nonzero()[:, 1].split(predicted.sum(1).tolist()))
     session.loaded = call["bin_idx"]
     return original(*args, **kwargs)
-
-
-def _take_loaded_rows(session: Session, cp_group: dist.ProcessGroup | None) -> Tensor | None:
-    """The rows that have a loss in the bin whose log-probs the host asks for.
-
-    None where no bin was loaded, and where context-parallel ranks split its rows.
-    """
-    loaded, session.loaded = session.loaded, None
-    split = cp_group is not None and dist.get_world_size(cp_group) > 1
-    return None if loaded is None or session.bins is None or split else session.bins.rows[loaded]
 
 
 def _all_rows(group: dist.ProcessGroup, module: Any, args: Any, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
@@ -42,44 +43,33 @@ def corrected_rows(
     """`correct` in the layout of megatron/rl.
 
     A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, or 0 in a
-    sequence that keeps no other token.
-
-    Args:
-        train_logprobs: [rows, T - 1], fp32, nats.
-        dp_group: for normalize="batch".
+    sequence that keeps no other token. ``train_logprobs`` are [rows, T - 1], fp32, nats.
 
     Returns:
         Corrected, flat under packing, and the weights [rows, T - 1].
     """
     known = rows.loss_mask & ~rows.rollout_logprobs.isnan()
-    cu_seqlens = None if rows.starts is None else bin_offsets(rows.starts, known.shape[1], known.device)
-    shape = known.shape if cu_seqlens is None else (-1,)
+    shape, cu_seqlens = known.shape, None
+    if rows.starts is not None:
+        # bins lie end to end; rows between two sequences, which have no loss, belong to the first
+        firsts = [row * shape[1] + start for row, of_bin in enumerate(rows.starts) for start in (of_bin or [0])]
+        cu_seqlens = torch.tensor([*firsts, known.numel()], dtype=torch.int32, device=known.device)
+        shape = torch.Size([known.numel()])
+    given = (each.view(shape) for each in (train_logprobs, rows.rollout_logprobs, known))
+    extras = Extras(lags=None if rows.lags is None else rows.lags.view(shape))
+    advantages = rows.advantages.to(train_logprobs.dtype)
     corrected = correct(
-        train_logprobs.view(shape),
-        rows.rollout_logprobs.view(shape),
-        known.view(shape),
-        correction=correction,
-        cu_seqlens=cu_seqlens,
-        advantages=rows.advantages.to(train_logprobs.dtype),
-        extras=Extras(lags=None if rows.lags is None else rows.lags.view(shape)),
-        dp_group=dp_group,
+        *given, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages, extras=extras, dp_group=dp_group
     )
     if cu_seqlens is None:
         kept_sequence = corrected.mask.any(1, keepdim=True).expand_as(known)
     else:
-        lengths = cu_seqlens.long().diff()
-        total = torch.cat([cu_seqlens.new_zeros(1, dtype=torch.int64), corrected.mask.cumsum(0)])
-        kept = total[cu_seqlens.long()].diff() > 0
-        kept_sequence = torch.repeat_interleave(kept, lengths, output_size=known.numel()).view_as(known)
+        bounds, total = cu_seqlens.long(), F.pad(corrected.mask.cumsum(0), (1, 0))
+        kept = total[bounds].diff() > 0
+        kept_sequence = torch.repeat_interleave(kept, bounds.diff(), output_size=known.numel()).view_as(known)
     missing = rows.loss_mask & ~known
     weights = torch.where(missing, kept_sequence.to(corrected.weights.dtype), corrected.weights.view_as(known))
     return corrected, weights
-
-
-def bin_offsets(starts: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """cu_seqlens of bins laid end to end; rows between two sequences, which have no loss, belong to the first."""
-    firsts = [row * width + start for row, of_bin in enumerate(starts) for start in (of_bin or [0])]
-    return torch.tensor([*firsts, len(starts) * width], dtype=torch.int32, device=device)
 
 
 def prepare_data_for_update(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -107,11 +97,7 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
 
 
 def _epochs(correction: RolloutCorrection, rollouts: Any, group_stats: Any) -> list[list[int]] | None:
-    """Epochs of the training rows of all ranks; None where no token is stale and nothing else reads lags.
-
-    Raises:
-        ValueError: the correction depends on lags, and the host tells no epochs.
-    """
+    """Epochs of the training rows of all ranks; None where no token is stale and nothing else reads lags."""
     reads_lags, segments = Plan.of(correction).reads_lags, getattr(group_stats, "policy_epoch_segments", None)
     if segments is None:
         if reads_lags:
@@ -198,8 +184,7 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     warn(session.lost_batch.see(pooled, session.correction), dp_group, tp_group)
     values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
-    device = rows.old_logprobs.device
-    session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}
+    session.rollout_log = {f"old/{name}": rows.old_logprobs.new_tensor([value, 1]) for name, value in values.items()}
     if session.correction.old == "rollout":
         return rows.rollout_logprobs.masked_fill(~rows.loss_mask, torch.nan)
     return weights
@@ -221,11 +206,9 @@ def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _pad_nonnull_with_zeros(
-    original: Function, session: Session, data: Sequence[Tensor | None], max_len: int
-) -> Tensor:
+def _pad_nonnull_with_zeros(original: Function, session: Session, data: Sequence[Any], max_len: int) -> Tensor:
     """The host's function, which pads with NaN: a log-prob of 0 would be a probability of 1."""
-    padded = original(data, max_len).clone()
+    padded: Tensor = original(data, max_len).clone()
     for row, logprobs in zip(padded, data, strict=True):
         row[0 if logprobs is None else len(logprobs) :] = torch.nan
     return padded

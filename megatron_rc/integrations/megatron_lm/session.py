@@ -43,11 +43,6 @@ class BinRows(NamedTuple):
     rows: tuple[Tensor, ...]
     """[m] int64 each: those of T - 1 rows that predict a token with a loss."""
 
-    @classmethod
-    def of(cls, mask: Tensor) -> BinRows:
-        predicted = mask[:, 1:] != 0
-        return cls(mask, predicted.nonzero()[:, 1].split(predicted.sum(1).tolist()))
-
 
 @dataclass
 class Session(HoldsRule):

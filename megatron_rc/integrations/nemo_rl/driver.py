@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +22,7 @@ LOGPROBS = ("prev_logprobs", "generation_logprobs")
 
 
 def setup(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
-    """The host's function, whose policy corrects its rollouts.
-
-    Raises:
-        ValueError: the configuration cannot be honoured, or another policy_factory is given.
-    """
+    """The host's function, whose policy corrects its rollouts; ValueError for what cannot be honoured."""
     call = inspect.signature(original).bind(*args, **kwargs)
     master_config = call.arguments["master_config"]
     refuse(session, master_config)
@@ -54,29 +50,19 @@ def make_policy(session: Session, **kwargs: Any) -> Any:
         rule = settings_of(session.lr_rule, "to other processes")
         kwargs["config"][KEY] = schema.to_dict(WorkerSettings(lr_rule=rule))
         kwargs["worker_extension_cls_fqn"] = WORKER
-    policy = _corrected(Policy)(**kwargs)
-    policy.megatron_rc = session
-    return policy
 
-
-@lru_cache
-def _corrected(base: Any) -> type:
-    """A subclass of the host's Policy that corrects what it trains on."""
-
-    class CorrectedPolicy(base):
-        megatron_rc: Session
+    class CorrectedPolicy(Policy):
+        megatron_rc = session
 
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
             if eval_mode:
                 return super().train(data, loss_fn, eval_mode=True, **kwargs)
             return corrected_train(super().train, self.megatron_rc, self, data, loss_fn, **kwargs)
 
-    return CorrectedPolicy
+    return CorrectedPolicy(**kwargs)
 
 
-def corrected_train(
-    original: Function, session: Session, policy: Any, data: Any, loss_fn: Any, **kwargs: Any
-) -> dict[str, Any]:
+def corrected_train(original: Function, session: Session, policy: Any, data: Any, loss_fn: Any, **kwargs: Any) -> Any:
     """Policy.train on a corrected rollout, with metrics of the correction and of the learning rate.
 
     A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips and
@@ -87,9 +73,6 @@ def corrected_train(
         data: prev_logprobs, generation_logprobs, advantages, token_mask, each [B, S], and sample_mask [B]; column t is
             token t, and column 0 is never trained on.
         loss_fn: the host's ClippedPGLossFn.
-
-    Returns:
-        the host's results; all_mb_metrics has one more list of one value for each of our metrics.
 
     Raises:
         ValueError: the data lack what is needed, too many log-probs are corrupt, or k3 is above max_k3.
