@@ -1,6 +1,6 @@
 """Refusing what a host cannot do: corrections, by plain functions, and mistakes in its flags, by rules."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,9 +73,7 @@ refuse_by_path = refuse
 """`refuse` for a configuration that is read by dotted path."""
 
 
-def refuse_correction(
-    correction: RolloutCorrection, where: str, statistics: tuple[str, ...] = tuple(STATISTICS)
-) -> None:
+def refuse_correction(correction: RolloutCorrection, where: str, statistics: Collection[str] = STATISTICS) -> None:
     """Refuse a correction that needs what no host gives us, or what the host ``where`` does not.
 
     ``statistics`` are those by which a rejection may judge; a host that knows "lag" among them says which version of

@@ -47,14 +47,10 @@ def patch(
             logits are never in memory. A host that does not show us its model has logits alone.
         head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.
 
-    Returns:
-        Patch.
-
     Raises:
-        ValueError: nothing is given, or a rule without the correction that it needs. Or a head that the host cannot
-            have, settings of another head, or a head without a correction, which leaves log-probs to the host. Or the
-            host or its version is unknown or not importable, or cannot honour `correction`. Or a symbol is missing, has
-            other parameters, or was replaced by somebody else. Nothing has been replaced then.
+        ValueError: nothing is given; a rule or a head needs a correction or other settings; the host cannot honour
+            them, is unknown, of another version or not importable; a symbol is missing, has other parameters, or was
+            replaced by somebody else. Nothing has been replaced then.
     """
     if correction is not None:
         correction = RolloutCorrection.of(correction)
@@ -105,8 +101,7 @@ class Patch:
     def undo(self) -> None:
         """Give the host back every function that it had, once no other patch holds it. A second undo does nothing.
 
-        Raises:
-            ValueError: somebody replaced a symbol after `patch`; nothing has been restored then.
+        Raises ValueError if somebody replaced a symbol after `patch`; nothing has been restored then.
         """
         installed = self._installed
         if not self.active:
@@ -202,18 +197,7 @@ def _replace(installed: Installed, symbols: Sequence[Symbol]) -> None:
 
 
 def _place(host: Host, symbol: Symbol, session: Any) -> Place:
-    assert symbol.make is not None
-    owner, original = _live(host, symbol)
-    made = symbol.make(original, session)
-    # a plain function, so that a class binds it as it bound the original
-    function = (
-        made if isinstance(made, FunctionType) else wraps(original)(lambda *args, **kwargs: made(*args, **kwargs))
-    )
-    return Place(symbol, owner, original, function)
-
-
-def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:
-    """Owner and function of a symbol; ValueError if the function is not the one in the host's own file."""
+    """A symbol and its replacement; ValueError if its function is not the one in the host's own file."""
     try:
         owner: Any = import_module(symbol.module)
     except ImportError as error:
@@ -227,4 +211,8 @@ def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:
     own = inspect.unwrap(function) if node is not None and node.decorator_list and callable(function) else function
     if not isinstance(own, FunctionType) or os.path.realpath(own.__code__.co_filename) != os.path.realpath(path):
         raise ValueError(f"{symbol.path} is not the function of {path}: somebody else has replaced it; undo that first")
-    return owner, function
+    assert symbol.make is not None
+    made: Any = symbol.make(function, session)
+    # a plain function, so that a class binds it as it bound the original
+    plain = made if isinstance(made, FunctionType) else wraps(function)(lambda *args, **kwargs: made(*args, **kwargs))
+    return Place(symbol, owner, function, plain)

@@ -22,14 +22,8 @@ class SchedulerRule:
 
     The state of the rule is saved inside the scheduler's state_dict under `HOST_KEY`. Megatron reads only its own keys
     of that dictionary, so a checkpoint written with the rule also loads without it. A checkpoint of a run without a
-    rule, or with another one, leaves the rule at its first rollout.
-
-    Args:
-        opt_param_scheduler: Megatron's OptimizerParamScheduler.
-        rule: settings take the scheduler's max_lr as initial learning rate.
-
-    Raises:
-        ValueError: as `LRScale.attach`.
+    rule, or with another one, leaves the rule at its first rollout. Settings in place of a rule take the scheduler's
+    max_lr as initial learning rate. Raises as `LRScale.attach`.
     """
 
     def __init__(self, opt_param_scheduler: Any, rule: LRRule) -> None:

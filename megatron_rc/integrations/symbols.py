@@ -120,8 +120,7 @@ class Host:
 def replaced_by(module: str, name: str) -> Callable[[Function, Any], Function]:
     """`Symbol.make` for the function ``name`` of ``module``, which takes (original, session, *what the host passes).
 
-    What the host passes to a method begins with its object. The module is imported when a host is patched, because a
-    table of symbols must not load torch.
+    The module is imported when a host is patched, because a table of symbols must not load torch.
     """
     return lambda original, session: partial(getattr(import_module(module), name), original, session)
 
