@@ -48,9 +48,9 @@ def patch(
         head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.
 
     Raises:
-        ValueError: nothing is given; a rule or a head needs a correction or other settings; the host cannot honour
-            them, is unknown, of another version or not importable; a symbol is missing, has other parameters, or was
-            replaced by somebody else. Nothing has been replaced then.
+        ValueError: nothing is given, or a rule or a head needs a correction or other settings. Or the host cannot
+            honour them, is unknown, of another version or not importable. Or a symbol is missing, has other parameters,
+            or was replaced by somebody else. Nothing has been replaced then.
     """
     if correction is not None:
         correction = RolloutCorrection.of(correction)

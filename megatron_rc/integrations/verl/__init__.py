@@ -1,9 +1,9 @@
 """The host verl, on Megatron and FSDP: patched in each of its Ray processes by the entry point verl.plugins.
 
-With MEGATRON_RC_CONFIG set, `plugin` patches what a process imports after verl. `SYMBOLS` are in the order of a run:
-the process of the program refuses (`refusals`), the trainer process corrects a whole rollout before its advantages
-(`driver`), and the workers compute the loss, the learning rate and, if asked, log-probs and entropy. docs/hosts/verl.md
-has the recipe. `dump`, a hook of its own, needs none of it.
+With MEGATRON_RC_CONFIG set, `plugin` patches what a process imports after verl. `SYMBOLS` are in the order of a run.
+The process of the program refuses (`refusals`), and the trainer process corrects a whole rollout before its advantages
+(`driver`). The workers compute the loss, the learning rate and, if asked, log-probs and entropy. docs/hosts/verl.md has
+the recipe. `dump`, a hook of its own, needs none of it.
 """
 
 from operator import attrgetter
