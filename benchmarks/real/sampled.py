@@ -1,6 +1,7 @@
 """Short dumps of a real model whose fault needs sampling or scoring of its own, and healthy ones that look like them.
 
-    python benchmarks/real/sampled.py runs/real/smollm2 runs/real/sampled     # two hours; goes on after a stop
+    python benchmarks/real/sampled.py runs/real/smollm2 runs/real/sampled           # two hours; goes on after a stop
+    python benchmarks/real/sampled.py runs/real/smollm2 runs/real/sampled 2 3 4     # other seeds
 
 The embedded engine samples in bf16, transformers scores in fp32, as in benchmarks/diagnosis/traps. Version 8 of the
 weights is the checkpoint after eight updates of REINFORCE, version 4 is after four, version 0 the checkpoint.
@@ -270,15 +271,15 @@ def makers(lab: Lab) -> dict[str, Callable[[], Chunk]]:
     }
 
 
-def main(model: str, out: Path) -> None:
-    for seed in (0, 1):
+def main(model: str, out: Path, seeds: Sequence[int]) -> None:
+    for seed in seeds:
         lab = Lab(model, out, seed)
         for name, make in makers(lab).items():
-            file = out / f"{name}-s{seed}{'-aside' * seed}.parquet"
+            file = out / f"{name}-s{seed}{'-aside' * (seed == 1)}.parquet"
             if not file.exists():
                 write(make(), file, bits=BITS)
                 print(file.name, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]] or [0, 1])

@@ -33,6 +33,7 @@ READ_TOKEN_COLUMNS = {name: column for name, column in TOKEN_COLUMNS.items() if 
 SEQUENCE_COLUMNS = {
     "step": Column("training step", "id"),
     "group": Column("prompt group: responses with the same value answer the same prompt", "id"),
+    "task": Column("name of the task, environment or source of the prompt", "text"),
     "reward": Column("reward"),
     "advantage": Column("advantage of the sequence, where tokens have none of their own"),
     "finish_reason": Column("why the response ended", "text"),

@@ -63,6 +63,10 @@ def analyze(
     ignore: Annotated[
         str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}", autocompletion=rule_codes)
     ] = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN=VALUE", help="Judge these responses alone, such as task=code; repeatable."),
+    ] = None,
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="Coarser precision of the two sides: fp32, bf16, fp16, int8, fp8, int4.")
     ] = "",
@@ -122,6 +126,7 @@ def analyze(
     from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
     from megatron_rc.analyze.known import Known, read_floor
     from megatron_rc.analyze.pages import html as pages
+    from megatron_rc.analyze.part import read_part
     from megatron_rc.analyze.rules import check_code
     from megatron_rc.drawing.frame import without_folder
 
@@ -142,7 +147,8 @@ def analyze(
     for code in (*selected, *ignored, *(each.code for each in agreed)):
         check_code(code)
     shown = Console(highlight=False)
-    analyzed = partial(diagnose_dump, format=dump_format or None, select=selected, ignore=ignored, known=known)
+    part, named = read_part(only or ()), dump_format or None
+    analyzed = partial(diagnose_dump, format=named, select=selected, ignore=ignored, known=known, only=part)
 
     def diagnosed(path: Path) -> Diagnosis:
         with _progress_bar(path) as progress:
@@ -185,6 +191,7 @@ def analyze(
     if not no_html:
         options = {"format": dump_format, "select": select, "ignore": ignore, "host": host}
         given = [f"--{name} {value}" for name, value in options.items() if value]
+        given += [f"--only {each}" for each in only or () if not share]
         given += ["--what-if"] * bool(what_if) + ["--share"] * share
         command = " ".join(["megatron-rc analyze", "DUMP" if share else without_folder(str(dump)), *given])
         path = pages.write(diagnosis, html, share=share, what_if=bool(what_if), decode=decode, command=command)

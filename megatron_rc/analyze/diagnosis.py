@@ -1,6 +1,6 @@
 """The answer to "is it a bug or is it numerics?": evidence, verdicts, and what was not judged."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -15,6 +15,7 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.known import Known
+from megatron_rc.analyze.part import part_of
 from megatron_rc.analyze.power import Power, power
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
@@ -159,6 +160,7 @@ def diagnose_dump(
     select: Collection[str] = (),
     ignore: Collection[str] = (),
     known: Known | None = None,
+    only: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[int], None] = lambda done: None,
 ) -> Diagnosis:
     """Diagnose a dump on disk; the memory that this takes does not grow with the dump.
@@ -169,15 +171,17 @@ def diagnose_dump(
         select: codes of the only rules to judge.
         ignore: codes of rules to leave out.
         known: precision, kind of model and noise floor, which the gap is compared with.
+        only: values by the column of a response that the judged ones have, such as {"task": "code"}.
         progress: called with the size in bytes of each file once it is read.
 
     Raises:
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
+    source = " ".join([str(path), *(f"{column}={value}" for column, value in only.items())])
     return diagnosis_of(
-        dump.chunks(progress),
-        str(path),
+        part_of(dump.chunks(progress), only) if only else dump.chunks(progress),
+        source,
         dump.format,
         dump.corrupt,
         ignored=dump.ignored,

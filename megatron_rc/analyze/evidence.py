@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,9 @@ PLACES = 5
 HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
 """nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
 
+PARTS = ("step", "server", "task", "temperature")
+"""Columns by whose values the honesty tests are also run."""
+
 _DAMAGE = {
     "nan": "NaN log-probs",
     "infinite": "infinite log-probs",
@@ -53,8 +57,8 @@ class Evidence:
     """Columns that all files have."""
     sums: Sums
     whole: Honesty
-    by_step: dict[int, Honesty]
-    by_server: dict[str, Honesty]
+    parts: dict[str, dict[Any, Honesty]]
+    """By each column of `PARTS` and its value; empty without the column."""
     steps: tuple[Step, ...]
     """Rising; empty without the column step."""
     k3_by_server_and_step: dict[tuple[str, int], float]
@@ -89,9 +93,7 @@ class Evidence:
     @property
     def tests(self) -> list[Test]:
         """Every test of the report."""
-        panels = [self.whole]
-        panels += self.by_step.values() if len(self.by_step) > 1 else []
-        panels += self.by_server.values() if len(self.by_server) > 1 else []
+        panels = [self.whole, *(panel for part in self.parts.values() if len(part) > 1 for panel in part.values())]
         return [
             self.alignment,
             *(t for panel in panels for t in panel.tests),
@@ -157,7 +159,7 @@ class Gathering:
         self._places: list[int] = []
         self._columns: frozenset[str] | None = None
         self._sums = np.zeros(len(FIELDS))
-        self._steps, self._servers, self._cells = KeyedSums(), KeyedSums(), KeyedSums()
+        self._parts, self._cells = {column: KeyedSums() for column in PARTS}, KeyedSums()
         self._course = StepSums()
         self._lags, self._growth = LagSums(), GrowthSums()
         self._tokens, self._weights = TailSums(), TailSums()
@@ -179,7 +181,7 @@ class Gathering:
             self._profiles = {n: p for n, p in self._profiles.items() if columns.issuperset(p.factor.needs)}
         rows = sequence_sums(chunk)
         self._sums = merged(self._sums, total(rows))
-        for sums, column in ((self._steps, "step"), (self._servers, "server")):
+        for column, sums in self._parts.items():
             if column in chunk.sequences:
                 sums.add(chunk.sequences[column], rows)
         self._course.add(chunk, rows)
@@ -230,8 +232,10 @@ class Gathering:
             columns=self._columns & {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS},
             sums=sums,
             whole=whole,
-            by_step={step: honesty(s, f"step {step}") for step, s in self._steps.items() if s.tokens},
-            by_server={name: honesty(s, f"server {name}") for name, s in self._servers.items() if s.tokens},
+            parts={
+                column: {key: honesty(s, f"{column} {key}") for key, s in keyed.items() if s.tokens}
+                for column, keyed in self._parts.items()
+            },
             steps=self._course.steps(),
             k3_by_server_and_step={pair: s.mean("k3") for pair, s in self._cells.items() if s.tokens},
             lag_correlations=self._lags.correlations(),

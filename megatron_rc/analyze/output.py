@@ -12,6 +12,7 @@ from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.headline import headline
+from megatron_rc.analyze.report_text import named
 from megatron_rc.analyze.rules.rule import DOUBTS
 from megatron_rc.analyze.statistics.decomposition import Decomposition
 from megatron_rc.analyze.statistics.honesty import Honesty
@@ -30,7 +31,6 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
     computes what each correction would do; else the key what_if is null.
     """
     evidence = diagnosis.evidence
-    names = {name: f"server {index}" for index, name in enumerate(evidence.by_server)} if share else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "source": "" if share else diagnosis.source,
@@ -55,8 +55,10 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         "not_judged": diagnosis.judgement.not_judged,
         "outcome_filter": {**dataclasses.asdict(evidence.outcome_filter), "filtered": evidence.outcome_filter.filtered},
         "honesty": _panel(evidence, evidence.whole),
-        "by_step": {str(step): _panel(evidence, panel) for step, panel in evidence.by_step.items()},
-        "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
+        **{
+            f"by_{column}": {name: _panel(evidence, panel) for name, panel in named(column, part, share).items()}
+            for column, part in evidence.parts.items()
+        },
         "growth": {name: getattr(evidence.growth, name) for name in GROWTH},
         "k_hat": {"tokens": evidence.token_tail.k, "sequences": evidence.sequence_tail.k},
         "decomposition": _decomposition(diagnosis.decomposition),

@@ -54,7 +54,7 @@ def power(evidence: Evidence) -> Power:
 
     surprise = visible("surprise_squared", SURPRISE_FLOOR) if sums.ratio_with_entropy > 0 else None
     varentropy = sums.mean("surprise_squared")
-    servers, unsure = len(evidence.by_server), int(evidence.noise.unsure.sum())
+    servers, unsure = len(evidence.parts["server"]), int(evidence.noise.unsure.sum())
     enough = servers > 1 and evidence.sequences >= FEWEST_RESPONSES * servers
     return Power(
         missing_mass=visible("excess_squared", max(RATIO_FLOOR, FIRST_ORDER * evidence.whole.k3)),

@@ -134,7 +134,7 @@ class Recommendation:
 
 def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: LabRange = LAB) -> Recommendation:
     """The correction that suits a dump; the same dump always gives the same one."""
-    chunk, steps = evidence.sample, max(1, len(evidence.by_step))
+    chunk, steps = evidence.sample, max(1, len(evidence.parts["step"]))
     terms = {
         "token": token_terms(chunk, evidence.whole.tokens / steps),
         "sequence": sequence_terms(chunk, evidence.sequences / steps),

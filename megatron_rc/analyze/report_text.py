@@ -1,6 +1,8 @@
 """Numbers and verdicts in words, shared by the terminal, the page and the documents."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
@@ -63,7 +65,7 @@ def sentence(verdict: Verdict) -> str:
 
 def size(evidence: Evidence) -> str:
     """How much was read, such as "30,720 loss tokens, 192 responses, 1 step"."""
-    steps = len(evidence.by_step) or 1
+    steps = len(evidence.parts["step"]) or 1
     counted = f"{evidence.whole.tokens:,} loss tokens, {evidence.sequences:,} responses"
     return f"{counted}, {steps:,} step{'s' * (steps > 1)}"
 
@@ -78,6 +80,12 @@ def left_out(diagnosis: Diagnosis) -> str:
     parts += [f"{corrupt.count:,} corrupt rows"] if corrupt.count else []
     parts += [f"{corrupt.files:,} damaged files"] if corrupt.files else []
     return f"Left out: {'; '.join(parts)}." if parts else ""
+
+
+def named(column: str, part: Mapping[Any, Honesty], share: bool) -> dict[str, Honesty]:
+    """The panels of a part by the text of their value; with ``share`` servers and tasks have a number alone."""
+    hides = share and column in ("server", "task")
+    return {f"{column} {i}" if hides else str(value): panel for i, (value, panel) in enumerate(part.items())}
 
 
 def honesty_probability(evidence: Evidence, test: Test) -> str:
@@ -127,6 +135,7 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
             f"variance is {number(growth.coherence)} times that of independent tokens",
         ),
         *_grids(evidence),
+        *([("mixed", mixture)] if (mixture := _mixture(evidence)) else []),
         *([("one token", worst)] if (worst := _one_token(evidence)) else []),
     ]
 
@@ -146,6 +155,13 @@ def _grids(evidence: Evidence) -> list[tuple[str, str]]:
         steps = f"the sampler's have steps of {found.name}, as in 16 bits; the rounding makes at least"
         lines.append(("logits", f"{steps} {found.share:.1%} of mean l^2"))
     return lines
+
+
+def _mixture(evidence: Evidence) -> str:
+    """That the dump holds several tasks or temperatures, and how far apart they are; empty if it does not."""
+    parts = {column: [panel.k3 for panel in evidence.parts[column].values()] for column in ("task", "temperature")}
+    said = [f"{len(k3)} {column}s, k3 {min(k3):.1e} to {max(k3):.1e}" for column, k3 in parts.items() if len(k3) > 1]
+    return f"{'; '.join(said)}; --only {said[0].split()[1].rstrip('s,')}=VALUE judges one alone" if said else ""
 
 
 def _one_token(evidence: Evidence) -> str:

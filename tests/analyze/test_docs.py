@@ -15,6 +15,7 @@ import pytest
 from simulated_dumps import TRAPS, diagnosed, world
 
 from megatron_rc.analyze import conditions, output
+from megatron_rc.analyze.evidence import PARTS
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
 from megatron_rc.analyze.statistics import changes
@@ -24,7 +25,8 @@ NOTEBOOK = ROOT / "examples/analyze.ipynb"
 TEXT = (ROOT / "docs/analyze.md").read_text(encoding="utf-8")
 BY_VALUE = {
     "columns": "", "damaged_sequences": ".KIND", "numbers": ".NAME", "not_run": ".CODE", "not_judged": ".CODE",
-    "by_step": ".STEP", "by_server": ".SERVER", "explained": ".FACTOR", "bounds": ".LEVEL", "by_sign": ".SIGN",
+    **{f"by_{name}": f".{name.upper()}" for name in PARTS},
+    "explained": ".FACTOR", "bounds": ".LEVEL", "by_sign": ".SIGN",
     "by_correct": ".ANSWER", "before": ".KEY", "after": ".KEY", "parts": ".PART", "series": ".SERIES",
     "missing": ".SERIES",
 }  # fmt: skip
@@ -33,7 +35,7 @@ BY_VALUE = {
 
 def keys(value: Any, name: str = "") -> Iterator[str]:
     """The names of all values, as the page writes them."""
-    if name in ("by_step.STEP", "by_server.SERVER"):
+    if name in (f"by_{part}.{part.upper()}" for part in PARTS):
         yield name
     elif isinstance(value, dict):
         word = BY_VALUE.get(name.rpartition(".")[2])
@@ -56,6 +58,7 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         chunk.log_mu[0] = float("nan")
         reward = np.arange(chunk.num_sequences) % 2.0
         columns = {"reward": reward, "advantage": reward - 0.5, "step": np.arange(chunk.num_sequences) // 4}
+        columns |= {"task": np.full(chunk.num_sequences, "math"), "temperature": np.ones(chunk.num_sequences)}
         chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, **columns})
         diagnosis = diagnosed(chunk, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))

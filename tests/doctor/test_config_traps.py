@@ -33,6 +33,13 @@ TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
 NVFP4 = "policy.generation.quant_cfg=NVFP4"
 ASYNC = "grpo.async_grpo.enabled=true"
+SIDES = (CORRECTION, "actor_rollout_ref.actor.policy_loss.rollout_correction")
+CENTERED = " ".join(
+    [f"{side}.{name}" for side in SIDES for name in ("bypass_mode=True", "loss_type=reinforce", "score_centering=True")]
+    + [f"{LOSS}=bypass_mode", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.topk_log_probs=128"]
+)
+"""What verl's own example of score centering sets."""
+TOKEN_IS = " ".join(f"{side}.rollout_is=token" for side in SIDES)
 
 
 TRAPPED = [
@@ -78,6 +85,18 @@ TRAPPED = [
     (VERL, "moe-replay", f"{MOE} {REPLAY}", "error", "does not return"),
     (VERL, "moe-replay", f"{ROLLOUT}.enable_rollout_routing_replay=True", "error", "does not replay"),
     (VERL, "dtypes", f"model_engine=megatron {ROLLOUT}.dtype=float16", "warning", "float16"),
+    (VERL, "score-centering", f"{CORRECTION}.score_centering=True", "error", "must both be True"),
+    (VERL, "score-centering", f"{CENTERED} model_engine=megatron", "error", "must be fsdp or fsdp2"),
+    (VERL, "score-centering", f"{CENTERED} {FUSED}", "error", "use_fused_kernels must be False"),
+    (VERL, "score-centering", f"{CENTERED} distillation.enabled=True", "error", "distillation.enabled must be False"),
+    (VERL, "score-centering", f"{CENTERED} {LOSS}=vanilla", "error", "loss_mode must be bypass_mode"),
+    (VERL, "score-centering", f"{CENTERED} {ROLLOUT}.topk_log_probs=0", "error", "topk_log_probs must be above 0"),
+    (VERL, "score-centering", f"{CENTERED} {ROLLOUT}.name=sglang", "error", "name must be vllm"),
+    (VERL, "score-centering", f"{CENTERED} {ROLLOUT}.logprobs_mode=raw_logprobs", "error", "be processed_logprobs"),
+    (VERL, "score-centering", f"{CENTERED} {ROLLOUT}.top_p=0.9", "error", "top_p=1 and"),
+    (VERL, "score-centering", f"{CENTERED} {TOKEN_IS.replace('=token', '=sequence')}", "error", "token or null"),
+    (VERL, "score-centering", f"{CENTERED} {TOKEN_IS} {SIDES[1]}.rollout_is=null", "error", "is must be that of"),
+    (VERL, "score-centering", f"{CENTERED} {SIDES[1]}.loss_type=ppo_clip", "error", "loss_type must be that of"),
     (NEMO, "temperature", "policy.generation.temperature=0", "error", "greedy"),
     (NEMO, "logprobs-mode", f"{RAW} policy.generation.temperature=0.7", "error", "before the temp"),
     (NEMO, "quantized-rollouts", FP8, "error", "refuses to start"),
@@ -120,6 +139,8 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, f"{HEAD} {FUSED} {SHARDED}"),
         (VERL, f"{SHARDED_LOGPROBS} model_engine=megatron"),
         (VERL, f"{FUSED} {SHARDED[:-1]}1"),
+        (VERL, CENTERED),
+        (VERL, f"{CENTERED} {TOKEN_IS} trainer.use_v1=False"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),
         (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),

@@ -30,6 +30,7 @@ PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
 TIS = "--custom-tis-function-path my.tis"
 STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 ENTROPY = "--dump-details details --use-rollout-entropy"
+CENTERED = "--loss-type score_centering --use-rollout-logprobs --rollout-top-logprobs-num 128"
 
 
 def arguments(host: str, flags: str) -> Any:
@@ -87,6 +88,13 @@ TRAPPED = [
     ("slime", "moe-replay", "--num-experts 128 --moe-router-dtype fp32", "warning", "choose experts"),
     ("miles", "moe-replay", "--hf-checkpoint a/Qwen3-30B-A3B", "warning", "choose experts"),
     ("slime", "megatron-rc-settings", ENABLE, "error", "megatron_rc must be a mapping"),
+    ("miles", "score-centering", "--loss-type score_centering", "error", "-num must be above 0"),
+    ("miles", "score-centering", f"{CENTERED} --advantage-estimator ppo", "error", "must be grpo, got ppo"),
+    ("miles", "score-centering", f"{CENTERED} --rollout-top-p 0.9", "error", "needs a --rollout-top-k"),
+    ("miles", "score-centering", f"{CENTERED} --rollout-top-k 200", "error", "--rollout-top-k, 200, or more"),
+    ("miles", "score-centering", f"{CENTERED} --sglang-speculative-algorithm EAGLE", "error", "got EAGLE"),
+    ("miles", "score-centering", f"{CENTERED} --use-opsm", "error", "--use-opsm must be unset"),
+    ("miles", "score-centering", f"{CENTERED} --custom-tis-function-path a.b", "error", "-path must be unset"),
 ]
 
 
@@ -143,6 +151,7 @@ FREE = [
     ("slime", f"--use-tis {TIS} --rollout-top-p 0.95 --rollout-temperature 0.8", set()),
     ("slime", "--dump-details details --use-rollout-entropy", set()),
     ("miles", "--loss-type custom_loss --custom-loss-function-path my.loss --use-rollout-logprobs", set()),
+    ("miles", f"python3 train_async.py {CENTERED} --rollout-top-p 0.9 --rollout-top-k 64", set()),
 ]
 
 

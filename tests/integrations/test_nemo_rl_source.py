@@ -10,6 +10,7 @@ import torch
 from hosts.cut_out import run_definitions
 from hosts.nemo_rl import cases, sources
 from hosts.nemo_rl.sources import fresh as fresh
+from torch import Tensor
 
 from megatron_rc.integrations import nemo_rl
 from megatron_rc.integrations.nemo_rl import driver
@@ -32,6 +33,47 @@ def weighted(name: str, data: dict[str, Any]) -> dict[str, Any]:
     loss_fn = SimpleNamespace(use_importance_sampling_correction=False)
     driver.corrected_train(train, prepare(cases.correction(name), None), None, data, loss_fn)
     return given[0]
+
+
+def corrected(power: int, **names: Any) -> list[Any]:
+    """What the host's Policy.train is called with: once, by a loss of the advantages to this power."""
+    calls: list[Any] = []
+
+    def loss(logprobs: Tensor, data: dict[str, Any], sequences: Tensor, tokens: Tensor) -> Any:
+        losses = (0.1 - data[names.get("reads", "advantages")] ** power)[:, 1:] * logprobs
+        return (losses * data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum() / tokens, {}
+
+    loss.use_importance_sampling_correction = False  # type: ignore[attr-defined]
+
+    def train(*given: Any) -> dict[str, Any]:
+        calls.append(given)
+        return {"all_mb_metrics": {}}
+
+    session = prepare(cases.correction("tis"), None)
+    try:
+        for _ in range(2):
+            driver.corrected_train(train, session, None, cases.rollout()[0], loss)
+    finally:
+        assert session.compared
+    return calls
+
+
+def test_a_loss_that_is_not_proportional_to_its_advantages_is_refused_before_the_first_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="function, is not proportional to its advantages, .* nothing was updated"):
+        corrected(power=2)
+    assert len(corrected(power=1)) == 2 and not caplog.text
+    assert len(corrected(power=1, reads="scores")) == 2 and "could not be compared on a first batch" in caplog.text
+
+
+@real
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_loss_of_the_tree_is_proportional_to_its_advantages(name: str) -> None:
+    module = sources.loss_module()
+    config = module.ClippedPGLossConfig(reference_policy_kl_penalty=cases.KL, **cases.CASES[name].plain)
+    data, _ = cases.rollout()
+    driver._compare(module.ClippedPGLossFn(config), data)
 
 
 @pytest.mark.host("nemo-rl", proof="recorded", feature="loss and gradient of a correction")

@@ -62,11 +62,15 @@ def dumped(folder: Path) -> Any:
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_every_step_is_dumped_and_verl_gets_its_own_answer(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     metrics = hooked(hook, tmp_path, monkeypatch)
+    sources = {"data_source": np.array(["math", "code"], dtype=object)}
     for given in (batch(), {name: values for name, values in batch().items() if name != "entropy"}):
-        assert metrics.calculate_debug_metrics(SimpleNamespace(batch=given)) == {"seen": -15.0}
+        data = SimpleNamespace(batch=given, non_tensor_batch=sources if "entropy" in given else {})
+        assert metrics.calculate_debug_metrics(data) == {"seen": -15.0}
     first, second = dumped(tmp_path)
     assert set(first.tokens["entropy"]) == {0.5}
     assert "entropy" not in second.tokens and np.isfinite(second.log_pi).all(), "a step without entropy"
+    if hook == HOOKS["shipped"]:
+        assert first.sequences["task"].tolist() == ["math", "code"] and "task" not in second.sequences
     assert first.sequences["step"].tolist() == [0, 0] and second.sequences["step"].tolist() == [1, 1]
 
 

@@ -73,14 +73,12 @@ def _verdict(evidence: Evidence, verdict: Verdict, share: bool) -> str:
 
 
 def honesty(evidence: Evidence, share: bool) -> str:
-    """The honesty panel of the dump; those by step and by server are folded."""
+    """The honesty panel of the dump; those by step, server, task and temperature are folded."""
     lines = report_text.honesty_lines(evidence, evidence.whole)
     inside = table(((name, value, p, Cell(text, "words")) for name, value, p, text in lines), stacked=True)
-    steps = {str(step): panel for step, panel in evidence.by_step.items()}
-    servers = {f"server {i}" if share else name: panel for i, (name, panel) in enumerate(evidence.by_server.items())}
-    for title, panels in (("step", steps), ("server", servers)):
-        if len(panels) > 1:
-            inside += folded(f"By {title}", _panels(evidence, title, panels))
+    for column, part in evidence.parts.items():
+        if len(part) > 1:
+            inside += folded(f"By {column}", _panels(evidence, column, report_text.named(column, part, share)))
     return card(
         "Honesty",
         inside,

@@ -193,6 +193,9 @@ def _sequence(trace: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
         weights = [1 if part.get("weight") is None else part["weight"] for part in parts]
         values = rows.numbers([part.get("score") or 0 for part in parts], "rewards")
         sequence["reward"] = float(values @ rows.numbers(weights, "rewards"))
+    environment = episode.get("env")
+    if isinstance(environment, dict) and isinstance(name := environment.get("name"), str):
+        sequence["task"] = name
     group = episode.get("group")
     if isinstance(group, dict) and group.get("id") is not None:
         sequence["group"] = zlib.crc32(str(group["id"])[: rows.MAX_TEXT].encode())

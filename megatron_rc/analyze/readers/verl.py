@@ -13,7 +13,7 @@ from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of, value_of
 
 LOG_PI, LOG_MU, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
-IDS, ENTROPY = "responses", "entropy"
+IDS, ENTROPY, TASKS = "responses", "entropy", "data_source"
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
@@ -44,5 +44,7 @@ def _row_of(saved: dict[str, Any], names: list[str], index: int) -> rows.Row:
     rows.check_sizes(columns, mask.size, f"{MASK} has")
     log_pi, log_mu, *others = (column[:end] for column in columns.values())
     tokens = dict(zip([*columns][2:], others, strict=True))
-    step = {} if saved.get("step") is None else {"step": saved["step"]}
-    return rows.Row(log_pi, log_mu, {**tokens, "loss_mask": mask[:end]}, step)
+    known = {} if saved.get("step") is None else {"step": saved["step"]}
+    tasks = saved.get(TASKS)
+    known |= {"task": tasks[index]} if type(tasks) is list and len(tasks) == length_of(saved[MASK]) else {}
+    return rows.Row(log_pi, log_mu, {**tokens, "loss_mask": mask[:end]}, known)

@@ -87,6 +87,7 @@ FACTORS = {
     ),
     "length": Factor("length of the response", (), lambda c: octave(c.lengths), True),
     "server": Factor("server", ("server",), _column("server"), True),
+    "task": Factor("task", ("task",), _column("task"), True),
     "group": Factor("prompt group", ("group",), _column("group"), True),
     "finish_reason": Factor("finish reason", ("finish_reason",), _column("finish_reason"), True),
     "cached": Factor("cached share of the prompt", ("cached_tokens", "prompt_length"), cached_share, True),

@@ -2,7 +2,7 @@
 
 A log-ratio is about (1 - p) times the noise of a logit, so k3 and |l| of a place (a server, a turn, the start of a
 response) follow how sure the model is there. The relative noise of a token is |l| over the mean |l| of all tokens of
-its probability, temperature and lag where these are known: it is 1 everywhere if every logit has the same noise.
+its probability, temperature, lag and task where these are known: it is 1 everywhere if every logit has the same noise.
 """
 
 import math
@@ -22,6 +22,8 @@ EDGES = np.array([0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]
 """Edges of the ranges of p, within which tokens are compared."""
 FEWEST = 100
 """Unsure tokens that each side of a comparison needs, and that the noise at the typical token needs."""
+MOST_TASKS = 20
+"""Tasks that are told apart: tokens of more of them would be compared with too few others."""
 NORMAL_MEDIAN = NormalDist().inv_cdf(0.75)
 """Median of |x| of a standard normal law."""
 
@@ -131,9 +133,11 @@ def temperatures(chunk: Chunk) -> Floats:
 
 def _compared(chunk: Chunk, p: Floats) -> Integers:
     cell = np.digitize(p, EDGES)
-    divided = np.unique(temperatures(chunk), return_inverse=True)[1].reshape(-1)
-    cell = cell + (EDGES.size + 1) * divided
+    known = [temperatures(chunk)]
     if chunk.has("version") and chunk.has("trainer_version"):
-        lags = np.unique(chunk.per_token("trainer_version") - chunk.per_token("version"), return_inverse=True)[1]
-        cell = cell + (int(cell.max(initial=0)) + 1) * lags.reshape(-1)
+        known.append(chunk.per_token("trainer_version") - chunk.per_token("version"))
+    if chunk.has("task") and len(np.unique(chunk.sequences["task"])) <= MOST_TASKS:
+        known.append(chunk.per_token("task"))
+    for values in known:
+        cell = cell + (int(cell.max(initial=0)) + 1) * np.unique(values, return_inverse=True)[1].reshape(-1)
     return cell

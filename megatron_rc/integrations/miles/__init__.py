@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_rc.integrations import slime
+from megatron_rc.integrations.miles import own_centering
 from megatron_rc.integrations.slime.chosen_hooks import recipe
-from megatron_rc.integrations.slime.flag_rules import rules_for
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, rules_for
 from megatron_rc.integrations.slime.settings import MILES
 from megatron_rc.versions import version_of_tree
 
@@ -33,6 +34,7 @@ HOST = replace(
     recipe=partial(recipe, host=MILES),
     tested="commit 31f1ca961a94",
     where="Put a clone of radixark/miles on PYTHONPATH.",
-    flag_rules=rules_for(MILES),
+    flag_rules=(*rules_for(MILES), own_centering.RULE),
+    flag_defaults={**own_centering.DEFAULTS, **DEFAULTS},
     without_rl="--loss-type[ =]sft_loss",
 )

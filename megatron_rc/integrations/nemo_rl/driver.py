@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,9 @@ from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import mismatch_signals
 from megatron_rc.learning_rate.scale import Signals
 
+_logger = logging.getLogger(__name__)
+COMPARED = 8
+"""Responses of the first batch on which the host's loss is tried."""
 LOGPROBS = ("prev_logprobs", "generation_logprobs")
 
 
@@ -90,6 +94,9 @@ def corrected_train(original: Function, session: Session, policy: Any, data: Any
             if loss_fn.use_importance_sampling_correction:
                 loss_fn = copy.copy(loss_fn)
                 loss_fn.use_importance_sampling_correction = False
+            if not session.compared:
+                session.compared = True
+                _compare(loss_fn, data)
         if session.lr_rule is not None:
             log |= policy.run_all_workers_single_data("begin_rollout", signals._asdict())[0]
         results: dict[str, Any] = original(data, loss_fn, **kwargs)
@@ -124,3 +131,24 @@ def _correct(session: Session, data: Any) -> dict[str, float]:
         for name in LOGPROBS:
             data[name] = torch.where(corrupt, both.to(data[name].dtype), data[name])
     return measured(values)
+
+
+def _compare(loss_fn: Any, data: Any) -> None:
+    """Refuse a loss of the host that is not proportional to its advantages, on the first responses of the run.
+
+    L(2 A) - L(0) = 2 (L(A) - L(0)) in fp64, with A = |advantage|, so that nothing cancels, and ratios away from 1.
+    """
+    few = {name: values[:COMPARED].double() for name, values in data.items() if isinstance(values, Tensor)}
+    tokens = few["token_mask"][:, 1:] * few["sample_mask"][:, None]
+    current = few["prev_logprobs"][:, 1:] + 0.05
+    try:
+        size, counts = few["advantages"].abs(), (few["sample_mask"].sum(), tokens.sum())
+        none, ones, twos = (loss_fn(current, {**few, "advantages": f * size}, *counts)[0] for f in (0, 1, 2))
+    except (TypeError, KeyError, AttributeError) as error:
+        _logger.warning("nemo-rl: its loss could not be compared on a first batch (%s): %s", type(loss_fn), error)
+        return
+    if not torch.allclose(twos - none, 2 * (ones - none), rtol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"the loss of this NeMo-RL, {type(loss_fn).__name__}, is not proportional to its advantages, which take "
+            f"the weights: {none:.6g} for none, {ones:.6g} for them and {twos:.6g} for twice them; nothing was updated"
+        )

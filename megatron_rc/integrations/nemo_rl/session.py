@@ -36,6 +36,8 @@ class Session:
     correction: RolloutCorrection | None
     lr_rule: LRRule | None
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
+    compared: bool = False
+    """Whether the host's loss has shown on a first batch that weights in its advantages are weights of the loss."""
     used: bool = False
     """Whether GRPO's setup has run with this patch."""
 

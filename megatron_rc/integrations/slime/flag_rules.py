@@ -36,7 +36,8 @@ def _corrects(args: Any) -> bool:
     """Whether the host or `enable` acts on the gap between sampler and trainer."""
     if is_enabled(args):
         return not refused(read, args) and read(args).correction.acts
-    return bool(args.use_rollout_logprobs or args.use_tis or args.custom_loss_function_path)
+    theirs = args.use_rollout_logprobs or args.use_tis or args.custom_loss_function_path
+    return bool(theirs or args.loss_type == "score_centering")
 
 
 def _quantized(args: Any) -> str:
@@ -104,7 +105,10 @@ _RULES = (
 
 def own_rules(host: Member) -> tuple[FlagRule, ...]:
     """Mistakes in the flags of a host."""
-    return (*rules_of({**FACTS, "narrowed": narrowed_by(*host.not_recorded)}), *_RULES)
+    narrowed = narrowed_by(*host.not_recorded)
+    # miles' own score centering takes p and q over the kept ids
+    but = narrowed._replace(read=lambda args: args.loss_type != "score_centering" and narrowed.read(args))
+    return (*rules_of({**FACTS, "narrowed": but}), *_RULES)
 
 
 def rules_for(host: Member) -> tuple[FlagRule, ...]:

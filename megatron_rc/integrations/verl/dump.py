@@ -16,6 +16,8 @@ def dump_and_measure(data: Any) -> dict[str, Any]:
     names = ("old_log_probs", "rollout_log_probs", "response_mask", "responses", "entropy")
     present = {name: data.batch.get(name, None) for name in names}
     saved = {name: values.detach().cpu().clone() for name, values in present.items() if values is not None}
+    if (sources := getattr(data, "non_tensor_batch", {}).get("data_source")) is not None:
+        saved["data_source"] = [str(source) for source in sources]
     folder = os.environ["VERL_DUMP"]
     step = len(os.listdir(folder))
     torch.save({"step": step, **saved}, os.path.join(folder, f"{step:06d}.pt"))

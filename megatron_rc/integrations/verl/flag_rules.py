@@ -7,6 +7,7 @@ from megatron_rc import schema
 from megatron_rc.integrations.facts import Fact, rules_of, stated_by
 from megatron_rc.integrations.flag_rules import FlagRule, refused
 from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
+from megatron_rc.integrations.verl import own_centering
 from megatron_rc.integrations.verl.refusals import (
     ACTOR,
     CORRECTION,
@@ -40,8 +41,10 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((*_QUANTIZED, _HANDED_ON, VARIABLE, _MODEL, STRATEGY, "model_engine")),
     **dict.fromkeys(f"{ROLLOUT}.engine_kwargs.{engine}.kv_cache_dtype" for engine in _ENGINES),
     **dict.fromkeys(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_rs", "bypass_mode")),
-    **dict.fromkeys(f"{CORRECTION}.rollout_{name}" for name in ("rs_threshold", "is_threshold", "is_batch_normalize")),
+    **dict.fromkeys(f"{CORRECTION}.rollout_{name}" for name in ("rs_threshold", "is_batch_normalize")),
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
     f"{CORRECTION}.score_centering": False,
+    **own_centering.DEFAULTS,
     **{CORRECTION: {}, f"{CORRECTION}.loss_type": "ppo_clip", LOSS: "vanilla"},
     **{FUSED: False, PADDING: True, MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
     **{f"{ROLLOUT}.calculate_log_probs": True, **SAMPLING},
@@ -70,7 +73,7 @@ def _has_our_head(args: Any) -> bool:
 
 def _corrects(args: Any) -> bool:
     theirs = args[CORRECTION] is not None and (args[f"{CORRECTION}.rollout_is"] or args[f"{CORRECTION}.rollout_rs"])
-    return _is_ours(args) or bool(theirs)
+    return _is_ours(args) or bool(theirs) or own_centering.is_asked_for(args)
 
 
 def _refusal(args: Any) -> str | None:
@@ -90,6 +93,12 @@ def _is_bypass(args: Any) -> bool:
     """Whether the ratio of the loss is pi / mu itself; the asynchronous programs of verl set it in their YAML."""
     given = args[f"{CORRECTION}.bypass_mode"]
     return _is_async_program(args) if given is None else bool(given)
+
+
+def _drops_settings(args: Any) -> bool:
+    """Whether what bypass_mode asks of the loss never reaches it."""
+    asked = args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"
+    return bool(asked and not _is_ours(args) and not own_centering.acts(args))
 
 
 def _is_async_program(args: Any) -> bool:
@@ -153,21 +162,23 @@ RULES = (
         f"Set {_SPLITS_ROWS}=True, or head: linear in {VARIABLE}.",
         good="the gradient of hidden states is that of the whole vocabulary"),
     FlagRule("bypass-reaches-workers",
-        lambda args: _is_bypass(args) and not _is_ours(args) and not _is_v1(args)
-        and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
+        lambda args: _is_bypass(args) and not _is_v1(args) and _drops_settings(args),
         "bypass_mode edits the configuration of the trainer process after the workers have theirs, so loss_type and "
         "rollout_rs never act (verl issues 4912 and 4272)",
         f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False.",
         good="no setting of the bypass mode is lost on its way to the workers"),
     FlagRule("bypass-reaches-workers",
-        lambda args: args[f"{CORRECTION}.bypass_mode"] and not _is_ours(args) and _is_v1(args)
-        and (args[f"{CORRECTION}.rollout_rs"] or args[f"{CORRECTION}.loss_type"] != "ppo_clip"),
+        lambda args: args[f"{CORRECTION}.bypass_mode"] and _is_v1(args) and _drops_settings(args),
         "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
         f"Set {VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {LOSS}=megatron_rc, or bypass_mode=False."),
     FlagRule("bypass-reaches-workers",
-        lambda args: _is_bypass(args) and not _is_ours(args) and args[f"{CORRECTION}.rollout_is"],
+        lambda args: _is_bypass(args) and not _is_ours(args) and args[f"{CORRECTION}.rollout_is"]
+        and args[f"{CORRECTION}.loss_type"] == "ppo_clip",
         "bypass_mode with loss_type=ppo_clip never applies rollout_is: PPO's clip acts on pi / mu (verl issue 4912)",
         f"Set {CORRECTION}.bypass_mode=False.", severity="warning"),
+    FlagRule("score-centering", lambda args: own_centering.mistake(args, _is_megatron(args)),
+        "verl's score centering does not start: {found}", "Change that setting, or drop both score_centering.",
+        good="verl's score centering starts, or is not asked for"),
     FlagRule("loss-mode", lambda args: args[LOSS] == "megatron_rc" and not _is_ours(args),
         f"loss_mode=megatron_rc is known to a run with {VARIABLE} alone",
         f"Export {VARIABLE} before verl starts, or set {LOSS}=vanilla.", good="the loss exists"),

@@ -46,8 +46,8 @@ UNLOCKED = {
     "miles": "advantage cached_tokens entropy finish_reason group loss_mask prompt_length reward step syncs token_id "
              "train_rank version",
     "miles_tp": "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank",
-    "prime_rl": "advantage entropy loss_mask pack_position prompt_length step token_id train_rank",
-    "prime_rl_traces": "advantage entropy group loss_mask prompt_length reward step token_id turn",
+    "prime_rl": "advantage entropy loss_mask pack_position prompt_length step task token_id train_rank",
+    "prime_rl_traces": "advantage entropy group loss_mask prompt_length reward step task token_id turn",
     "verl": "entropy loss_mask step token_id",
     "batch.parquet": "advantage entropy finish_reason group loss_mask prompt_length reward step token_id train_rank "
                      "version",
