@@ -1,12 +1,8 @@
-"""Refusing what a host cannot do: corrections, by plain functions, and mistakes in its flags, by rules.
+"""Refusing what a host cannot do: corrections, by plain functions, and mistakes in its flags, by rules."""
 
-A FlagRule is one mistake in the flags of a host. A patch refuses it, and `megatron-rc doctor` finds it beforehand. Each
-host also has a `refuse_settings` for our settings, whatever its own configuration.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 
@@ -17,9 +13,8 @@ combination that nobody tested. note: worth knowing, or not decidable."""
 
 @dataclass(frozen=True)
 class FlagRule:
-    """A mistake that the arguments of a training script show.
+    """A mistake that the arguments of a training script show: doctor finds it beforehand, a patch refuses it.
 
-    `megatron-rc doctor` reads the arguments from a command line, a patch from the parsed arguments of the host.
     ``args.patched`` is true in a patched run: the patch mends some of the host's mistakes, and some flags break it.
     """
 
@@ -47,68 +42,46 @@ class FlagRule:
 
 @dataclass(frozen=True)
 class WithDefaults:
-    """The parsed arguments of a patched host, with a default for each that this version of it does not have."""
+    """What a patched host has parsed, with a default for each setting that this version of it does not have."""
 
     args: Any
+    """Its arguments, or a function that reads its configuration by dotted path, None where it has no such setting."""
     defaults: Mapping[str, Any]
     patched: bool = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args, name, self.defaults[name]) if name in self.defaults else getattr(self.args, name)
 
-
-def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *, host: str = "") -> None:
-    """Stop a patched run at the first mistake that is an error.
-
-    Args:
-        args: the parsed arguments of the host.
-        defaults: values of arguments that the rules read and this version of the host does not have.
-        host: named at the beginning of the sentence; "": nothing is.
-
-    Raises:
-        ValueError: one sentence that names the flag to change.
-    """
-    _refuse(rules, WithDefaults(args, defaults), f"{host}: " if host else "")
-
-
-def _refuse(rules: Iterable[FlagRule], args: Any, beginning: str = "") -> None:
-    for rule in rules:
-        if rule.severity == "error" and (mistake := rule.mistake(args)):
-            raise ValueError(beginning + rule.refusal(mistake))
-
-
-class _ByPath(NamedTuple):
-    value: Callable[[str], Any]
-    defaults: Mapping[str, Any]
-    patched: bool = True
-
-    def __getitem__(self, path: Any) -> Any:
-        found = self.value(path)
+    def __getitem__(self, path: str) -> Any:
+        found = self.args(path)
         return self.defaults[path] if found is None else found
 
 
-def refuse_by_path(rules: Iterable[FlagRule], value: Callable[[str], Any], defaults: Mapping[str, Any]) -> None:
-    """`refuse` for a configuration that ``value`` reads by dotted path, None where it has no such setting."""
-    _refuse(rules, _ByPath(value, defaults))
+def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *, host: str = "") -> None:
+    """Stop a patched run at the first mistake that is an error; ``args`` and ``defaults`` are those of `WithDefaults`.
+
+    Raises:
+        ValueError: one sentence that names the flag to change, and first the ``host``, unless that is "".
+    """
+    given = WithDefaults(args, defaults)
+    for rule in rules:
+        if rule.severity == "error" and (mistake := rule.mistake(given)):
+            raise ValueError((f"{host}: " if host else "") + rule.refusal(mistake))
 
 
-def refuse_correction(
-    correction: RolloutCorrection,
-    where: str,
-    statistics: tuple[str, ...] = tuple(STATISTICS),
-    *,
-    knows_lags: bool = False,
-) -> None:
-    """Refuse a correction that needs what no host gives us, or what this one does not.
+refuse_by_path = refuse
+"""`refuse` for a configuration that is read by dotted path."""
 
-    Args:
-        where: names the host in the sentence.
-        statistics: those by which a rejection may judge.
-        knows_lags: whether the host says which version of the weights sampled a token.
+
+def refuse_correction(correction: RolloutCorrection, where: str, statistics: Collection[str] = STATISTICS) -> None:
+    """Refuse a correction that needs what no host gives us, or what the host ``where`` does not.
+
+    ``statistics`` are those by which a rejection may judge; a host that knows "lag" among them says which version of
+    the weights sampled a token.
     """
     correction.check_keeps_upper(where)
     correction.check_surrogate_of(where)
-    if knows_lags:
+    if "lag" in statistics:
         correction.check_without_sampling_logprobs(where)
     else:
         correction.check_without_versions(where)

@@ -37,9 +37,11 @@ def read_checkpoint(path: object) -> Checkpoint:
         lower = name.rstrip("/").rpartition("/")[2].lower() if "$" in name else name.lower()
         return Checkpoint(name, any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
     sections = list(_sections(config))
-    experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]
+    counts = [section[key] for section in sections for key in _NUMBER_OF_EXPERTS if key in section]
+    experts = [each for count in counts for each in (count if isinstance(count, list) else [count])]
     is_quantized = any(section.get("quantization_config") for section in sections)
-    return Checkpoint(name, is_quantized, max(experts, default=0) > 1, "config.json")
+    is_moe = any(isinstance(each, int) and each > 1 for each in experts)
+    return Checkpoint(name, is_quantized, is_moe, "config.json")
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -48,10 +50,6 @@ def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for value in config.values():
         if isinstance(value, dict):
             yield from _sections(value)
-
-
-def _numbers(value: object) -> list[int]:
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
 def _config_of(name: str) -> dict[str, Any] | None:

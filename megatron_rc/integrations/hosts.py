@@ -9,11 +9,7 @@ HOSTS: dict[str, Host] = {folder.HOST.name: folder.HOST for folder in _FOLDERS}
 
 
 def host_named(name: str) -> Host:
-    """The host of that name; "auto" means the only importable one, where a host that another contains does not count.
-
-    Raises:
-        ValueError: an unknown name; "auto" with no host or several.
-    """
+    """The host of that name, or for "auto" the only importable one that no other contains; ValueError for all else."""
     if name in HOSTS:
         return HOSTS[name]
     known = ", ".join(map(repr, HOSTS))

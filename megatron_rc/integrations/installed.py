@@ -1,18 +1,59 @@
-"""The patches that are in place: which functions were replaced, wherever a loaded module holds them, and back again."""
+"""The patches that are in place: which functions were replaced, wherever a loaded module holds them, and back again.
+
+A host whose processes import only parts of it is patched part by part, right after each import.
+"""
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.integrations.after_import import AfterImport
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.learning_rate.rule import LRRule
 from megatron_rc.settings.head import LOGITS, HeadOptions
+
+
+class AfterImport(MetaPathFinder):
+    """Calls functions right after the first import of the modules that they wait for, before anybody reads them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Callable[[], Any]]] = {}
+
+    def call(self, module: str, function: Callable[[], Any]) -> None:
+        """Call a function once ``module``, which is not imported yet, is; what it raises fails that import."""
+        self._waiting.setdefault(module, []).append(function)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def forget(self) -> None:
+        """Drop every call that still waits."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self._waiting:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            for function in self._waiting.get(fullname, ()):
+                function()
+            # kept where a function failed: the next attempt to import the module must fail, too
+            self._waiting.pop(fullname, None)
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
 
 
 @dataclass(eq=False)
@@ -50,6 +91,11 @@ class Installed:
     held: tuple[str, ...] = ()
     """Names that keep functions of the host which were replaced elsewhere."""
 
+    @property
+    def wanted(self) -> list[Symbol]:
+        """The symbols that its settings replace."""
+        return [symbol for symbol in self.host.symbols if symbol.make is not None and symbol.needed(self.session)]
+
     def replace(self, places: list[Place]) -> None:
         """Put the replacements into their owners, and wherever a loaded module holds the original."""
         for place in places:
@@ -58,11 +104,7 @@ class Installed:
         self.places += places
 
     def restore(self) -> None:
-        """Give the host its functions back.
-
-        Raises:
-            ValueError: a symbol was replaced after the patch; nothing has been restored then.
-        """
+        """Give the host its functions back; ValueError, and nothing restored, if one was replaced after the patch."""
         for place in self.places:
             if vars(place.owner).get(place.attribute) is not place.replacement:
                 raise ValueError(f"{place.symbol.path} was replaced after patch; undo that first")
@@ -93,10 +135,7 @@ def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
     """Replace each key of ``functions`` by its value, wherever a loaded module holds that key.
 
     That is under every name of a module and of the classes that it defines, and one level into the dicts, lists,
-    tuples, sets and partials of these names.
-
-    Returns:
-        Names of what holds a function and cannot be changed: tuples, sets and partials.
+    tuples, sets and partials of these names. Answers with names of those that cannot be changed: the last three.
     """
     others = {id(before): (before, after) for before, after in functions.items()}
     held: list[str] = []

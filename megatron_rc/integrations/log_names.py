@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from math import isnan
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -18,6 +19,11 @@ _BEGINNINGS = ("truncated_", "clipped_", "outside_", "rejected_", "tokens_lag_",
 def worth_logging(values: Mapping[str, float]) -> dict[str, float]:
     """The metrics worth a place in a host's log, which prints every name it is given."""
     return {name: value for name, value in values.items() if name in _NAMES or name.startswith(_BEGINNINGS)}
+
+
+def measured(values: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers: not NaN, and no list."""
+    return {name: float(each) for name, each in values.items() if isinstance(each, int | float) and not isnan(each)}
 
 
 def prefixed(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
-from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
 from megatron_rc.learning_rate.rule import LRRule, check_lr_rule
 from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
 
@@ -31,9 +31,8 @@ def patch(
 
     Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Every name, class
     attribute, dict or list of a loaded module that holds the function is changed too, a tuple that holds it is named in
-    `Patch.report`, and modules that are imported later find the replacements. A patch is a
-    context manager that undoes itself. Patching a host again with equal settings counts as nested: the host is
-    restored when the last of its patches is undone.
+    `Patch.report`, and modules that are imported later find the replacements. A patch is a context manager that undoes
+    itself. With equal settings patches of a host nest: it is restored when the last of them is undone.
 
     A host that trains in processes of its own (slime, miles) cannot be patched from here: nothing is replaced, and
     `Patch.recipe` has the flags and the YAML that give it the same correction.
@@ -48,14 +47,10 @@ def patch(
             logits are never in memory. A host that does not show us its model has logits alone.
         head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.
 
-    Returns:
-        Patch.
-
     Raises:
-        ValueError: nothing is given, or a rule without the correction that it needs. Or a head that the host cannot
-            have, settings of another head, or a head without a correction, which leaves log-probs to the host. Or the
-            host or its version is unknown or not importable, or cannot honour `correction`. Or a symbol is missing, has
-            other parameters, or was replaced by somebody else. Nothing has been replaced then.
+        ValueError: nothing is given, or a rule or a head needs a correction or other settings. Or the host cannot
+            honour them, is unknown, of another version or not importable. Or a symbol is missing, has other parameters,
+            or was replaced by somebody else. Nothing has been replaced then.
     """
     if correction is not None:
         correction = RolloutCorrection.of(correction)
@@ -81,10 +76,9 @@ def patch_host(
             _check_symbols(target, session=None)
         nothing_replaced = Installed(target, version, correction, lr_rule, session=None)
         return Patch(nothing_replaced, target.recipe(correction, lr_rule))
-    installed = INSTALLED.get(target.name)
-    if installed is None:
-        installed = INSTALLED[target.name] = _install(target, correction, lr_rule, head)
-    elif (installed.correction, installed.lr_rule, installed.head) != (correction, lr_rule, head):
+    installed = INSTALLED.get(target.name) or _install(target, correction, lr_rule, head)
+    INSTALLED[target.name] = installed
+    if (installed.correction, installed.lr_rule, installed.head) != (correction, lr_rule, head):
         raise ValueError(f"{target.name} is already patched with other settings; undo that patch first")
     patched = Patch(installed)
     installed.holders.append(patched)
@@ -107,8 +101,7 @@ class Patch:
     def undo(self) -> None:
         """Give the host back every function that it had, once no other patch holds it. A second undo does nothing.
 
-        Raises:
-            ValueError: somebody replaced a symbol after `patch`; nothing has been restored then.
+        Raises ValueError if somebody replaced a symbol after `patch`; nothing has been restored then.
         """
         installed = self._installed
         if not self.active:
@@ -131,8 +124,7 @@ class Patch:
             if installed.held and self.active:
                 lines += [f"still the host's own, in what cannot be changed: {', '.join(installed.held)}"]
             if host.in_parts and self.active:
-                wanted = [symbol for symbol in host.replaceable if symbol.needed(installed.session)]
-                waiting = [symbol.path for symbol in wanted if symbol.module not in sys.modules]
+                waiting = [symbol.path for symbol in installed.wanted if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += _news(installed)
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
@@ -150,9 +142,7 @@ class Patch:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -194,13 +184,11 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule |
     version = _version(host)
     session = host.prepare(correction, lr_rule) if head == LOGITS else host.prepare(correction, lr_rule, head)
     _check_symbols(host, session)
-    wanted = [symbol for symbol in host.replaceable if symbol.needed(session)]
-    loaded = [symbol for symbol in wanted if not host.in_parts or symbol.module in sys.modules]
     installed = Installed(host, version, correction, lr_rule, session, head)
-    _replace(installed, loaded)
-    for symbol in wanted:
-        if symbol not in loaded:
-            installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
+    later = [symbol for symbol in installed.wanted if host.in_parts and symbol.module not in sys.modules]
+    _replace(installed, [symbol for symbol in installed.wanted if symbol not in later])
+    for symbol in later:
+        installed.later.call(symbol.module, partial(_replace, installed, [symbol]))
     return installed
 
 
@@ -209,26 +197,7 @@ def _replace(installed: Installed, symbols: Sequence[Symbol]) -> None:
 
 
 def _place(host: Host, symbol: Symbol, session: Any) -> Place:
-    assert symbol.make is not None
-    owner, original = _live(host, symbol)
-    replacement = symbol.make(original, session)
-    if not isinstance(replacement, FunctionType):
-        replacement = _as_function(replacement, original)
-    return Place(symbol, owner, original, replacement)
-
-
-def _as_function(replacement: Function, original: FunctionType) -> Any:
-    """A callable as a plain function, so that a class binds it as it bound the original."""
-
-    @wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
-    return function
-
-
-def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:
-    """Owner and function of a symbol; ValueError if the function is not the one in the host's own file."""
+    """A symbol and its replacement; ValueError if its function is not the one in the host's own file."""
     try:
         owner: Any = import_module(symbol.module)
     except ImportError as error:
@@ -242,4 +211,8 @@ def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:
     own = inspect.unwrap(function) if node is not None and node.decorator_list and callable(function) else function
     if not isinstance(own, FunctionType) or os.path.realpath(own.__code__.co_filename) != os.path.realpath(path):
         raise ValueError(f"{symbol.path} is not the function of {path}: somebody else has replaced it; undo that first")
-    return owner, function
+    assert symbol.make is not None
+    made: Any = symbol.make(function, session)
+    # a plain function, so that a class binds it as it bound the original
+    plain = made if isinstance(made, FunctionType) else wraps(function)(lambda *args, **kwargs: made(*args, **kwargs))
+    return Place(symbol, owner, function, plain)

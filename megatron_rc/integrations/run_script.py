@@ -43,28 +43,19 @@ def patch_settings(
     """Settings from a YAML file and from options, which win over the file.
 
     Args:
-        config: the YAML file; None: no fields.
         preset: correction in place of the file's.
         lr_rule: name of a rule with its defaults in place of the file's.
         assignments: ``key=value``, applied last.
 
-    Raises:
-        ValueError: no such file or preset, or a wrong field, named.
+    Raises ValueError for no such file or preset, and for a wrong field, named.
     """
     data = schema.load_yaml(config) if config is not None else {}
-    if preset is not None:
-        data["correction"] = preset
-    if lr_rule is not None:
-        data["lr_rule"] = lr_rule
+    data |= {name: given for name, given in (("correction", preset), ("lr_rule", lr_rule)) if given is not None}
     return schema.from_dict(PatchSettings, data, assignments=assignments)
 
 
 def recipe(settings: PatchSettings, *, host: str = "auto") -> str:
-    """What to add to a host that cannot be patched from outside, as text; without settings, a recipe that measures.
-
-    Raises:
-        ValueError: the host is patched inside the process of its script, or as `patch`.
-    """
+    """What to add to a host that `patch` cannot reach, as text; without settings, a recipe that measures."""
     target = host_named(host)
     if target.recipe is None:
         raise ValueError(f"the training script must be given: {target.name} is patched in the process that runs it")
@@ -77,10 +68,8 @@ def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, 
     """`python script arguments...` with a patched host; the host is restored when the script ends.
 
     The script runs as __main__, with its folder first on sys.path as Python would have it. What it imports by value is
-    patched because it is imported later. Rank 0 prints `Patch.report()` first.
-
-    Raises:
-        ValueError: no such script, or as `patch`.
+    patched because it is imported later. Rank 0 prints `Patch.report()` first. Raises ValueError for no such script, or
+    as `patch`.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {str(script)!r}")

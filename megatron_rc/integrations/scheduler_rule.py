@@ -14,11 +14,7 @@ _logger = logging.getLogger(__name__)
 
 
 def settings_of(lr_rule: LRRule | None, where: str) -> RuleSettings | None:
-    """The rule for a host whose trainer runs in other processes.
-
-    Raises:
-        ValueError: the rule is an object and not its settings, which alone can go ``where``.
-    """
+    """The rule for a host whose trainer runs in other processes; ValueError for an object, which cannot go there."""
     if isinstance(lr_rule, LRScale):
         raise ValueError(f"lr_rule must be settings, such as LengthDecaySettings, which go {where}, got {lr_rule!r}")
     return lr_rule
@@ -29,14 +25,8 @@ class SchedulerRule:
 
     The state of the rule is saved inside the scheduler's state_dict under `HOST_KEY`. Megatron reads only its own keys
     of that dictionary, so a checkpoint written with the rule also loads without it. A checkpoint of a run without a
-    rule, or with another one, leaves the rule at its first rollout.
-
-    Args:
-        opt_param_scheduler: Megatron's OptimizerParamScheduler.
-        rule: settings take the scheduler's max_lr as initial learning rate.
-
-    Raises:
-        ValueError: as `LRScale.attach`.
+    rule, or with another one, leaves the rule at its first rollout. Settings in place of a rule take the scheduler's
+    max_lr as initial learning rate. Raises as `LRScale.attach`.
     """
 
     def __init__(self, opt_param_scheduler: Any, rule: LRRule) -> None:

@@ -68,8 +68,8 @@ class Host:
     read_version: Callable[[], str | None]
     """Returns the version that is installed, without importing the host; None where it has none."""
     prepare: Callable[..., Any] = lambda correction, lr_rule: None
-    """(correction, lr_rule) -> the session of one patch, and HeadOptions other than the default behind them; ValueError
-    for settings that the host cannot honour."""
+    """(correction, lr_rule, and HeadOptions other than the default) -> the session of one patch; ValueError for
+    settings that the host cannot honour."""
     heads: tuple[Head, ...] = ("logits",)
     """What log-probs of the patched host can be made of."""
     tested: str = ""
@@ -81,11 +81,9 @@ class Host:
     release: Callable[[Any], None] = lambda session: None
     """Undoes what the replacements of a session have attached to the host's objects; may refuse by ValueError."""
     recipe: Callable[[Any, Any], Recipe] | None = None
-    """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
-    host are inspected and never replaced."""
+    """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach."""
     in_parts: bool = False
-    """Whether each of its processes imports only the modules that it needs: a symbol is replaced as its module is
-    imported, and never where it is not."""
+    """Whether each of its processes imports only some modules: a symbol is replaced as its module is imported."""
     summary: str = ""
     """What the host is, as docs/hosts/index.md names it."""
     where: str = ""
@@ -107,11 +105,6 @@ class Host:
     without_rl: str = ""
     """Regular expression of its programs without a policy gradient, such as SFT, or of a flag that makes it one."""
 
-    @property
-    def replaceable(self) -> list[Symbol]:
-        """The symbols that a patch may replace."""
-        return [symbol for symbol in self.symbols if symbol.make is not None]
-
     def is_importable(self) -> bool:
         return find_module(self.module) is not None
 
@@ -127,8 +120,7 @@ class Host:
 def replaced_by(module: str, name: str) -> Callable[[Function, Any], Function]:
     """`Symbol.make` for the function ``name`` of ``module``, which takes (original, session, *what the host passes).
 
-    What the host passes to a method begins with its object. The module is imported when a host is patched, because a
-    table of symbols must not load torch.
+    The module is imported when a host is patched, because a table of symbols must not load torch.
     """
     return lambda original, session: partial(getattr(import_module(module), name), original, session)
 
@@ -165,26 +157,21 @@ def _inspect(symbol: Symbol) -> Inspected:
     node = definition(Path(spec.origin), symbol.name)
     if node is None:
         return Inspected(symbol, None, f"{symbol.path} is missing from {spec.origin}")
-    parameters, problem = parameters_of(node), None
+    parameters = parameters_of(node)
     added = _added(parameters, symbol.parameters)
-    if added is None:
-        problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
-    return Inspected(symbol, parameters, problem, added or (), body_of(node))
+    problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
+    return Inspected(symbol, parameters, problem if added is None else None, added or (), body_of(node))
 
 
 BODIES = Path(__file__).with_name("bodies.csv")
-"""The functions that the contract tests ran against: path of the symbol, `body_of` it. launch/moved_symbols.py --record
-writes it."""
+"""Path and `body_of` the symbols that contract tests ran against; launch/moved_symbols.py --record writes it."""
 
 
 @lru_cache(maxsize=1)
 def known_bodies() -> dict[str, set[str]]:
     """Path of a symbol -> the bodies that it had in the states of the host that were tested."""
-    found: dict[str, set[str]] = {}
-    for line in BODIES.read_text(encoding="utf-8").splitlines():
-        path, _, body = line.partition(",")
-        found.setdefault(path, set()).add(body)
-    return found
+    rows = [line.split(",") for line in BODIES.read_text(encoding="utf-8").splitlines()]
+    return {path: {body for of_path, body in rows if of_path == path} for path, _ in rows}
 
 
 def body_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -223,29 +210,25 @@ def _defaults(parameters: str) -> tuple[dict[str, str | None], dict[str, str | N
     expression = ast.parse(f"lambda {parameters}: 0", mode="eval").body
     assert isinstance(expression, ast.Lambda)
     arguments = expression.args
-    positional, defaults = [*arguments.posonlyargs, *arguments.args], [*map(ast.unparse, arguments.defaults)]
-    by_position = dict.fromkeys((each.arg for each in positional), None) | dict(
-        zip((each.arg for each in positional[len(positional) - len(defaults) :]), defaults, strict=True)
-    )
-    by_keyword = {
-        each.arg: None if default is None else ast.unparse(default)
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    }
-    return by_position, by_keyword | {f"*{each.arg}": "" for each in (arguments.vararg, arguments.kwarg) if each}
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    values = (*required, *arguments.defaults, *arguments.kw_defaults)
+    names = (each.arg for each in (*positional, *arguments.kwonlyargs))
+    found = [(name, None if each is None else ast.unparse(each)) for name, each in zip(names, values, strict=True)]
+    others = [(f"*{each.arg}", "") for each in (arguments.vararg, arguments.kwarg) if each]
+    return dict(found[: len(positional)]), dict([*found[len(positional) :], *others])
 
 
 def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The def of "function" or "Class.method" in a file; the last one, as Python would have it."""
-    body: list[ast.stmt] = _parsed(path, path.stat().st_mtime_ns).body
-    *classes, function = name.split(".")
-    for wanted in classes:
-        bodies = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == wanted]
-        if not bodies:
-            return None
-        body = bodies[-1]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    definitions = [node for node in body if isinstance(node, kinds) and node.name == function]
-    return definitions[-1] if definitions else None
+    found: Any = _parsed(path, path.stat().st_mtime_ns)
+    for part in name.split("."):
+        named = [node for node in found.body if isinstance(node, kinds | ast.ClassDef) and node.name == part]
+        if not named:
+            return None
+        found = named[-1]
+    return found if isinstance(found, kinds) else None
 
 
 @lru_cache(maxsize=32)
@@ -255,8 +238,6 @@ def _parsed(path: Path, changed: int) -> ast.Module:
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """The parameters of a def, as `Symbol.parameters` has them."""
-    arguments = node.args
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return ast.unparse(arguments)
+    for argument in (each for each in ast.walk(node.args) if isinstance(each, ast.arg)):
+        argument.annotation = None
+    return ast.unparse(node.args)

@@ -112,9 +112,8 @@ def _ours(tree: str | None) -> dict[str, Any]:
     if tree is None:
         return {name: getattr(module(FUSED), name) for name in own_head.FUNCTIONS}
     made = own_head.functions(tree, None)  # ours call no kernel of verl
-    state, replacements = prepared(read(LINEAR)), (logprobs.fused_output_processor, logprobs.fused_forward)
-    pairs = zip(made.items(), replacements, strict=True)
-    return {name: lambda *a, _f=own, _r=ours, **k: _r(_f, state, *a, **k) for (name, own), ours in pairs}
+    state = prepared(read(LINEAR))
+    return {name: partial(logprobs.with_our_head, own, state) for name, own in made.items()}
 
 
 def _rank_of_states(rank: int, tree: str | None) -> dict[Any, list[Answer]]:
@@ -221,7 +220,7 @@ def test_a_function_of_verl_that_calls_no_kernel_by_this_name_is_refused() -> No
 
     assert isinstance(fused_output_processor, FunctionType)
     with pytest.raises(ValueError, match="fused_output_processor of verl must call linear_cross_entropy"):
-        logprobs.fused_output_processor(fused_output_processor, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
+        logprobs.with_our_head(fused_output_processor, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_what_our_head_cannot_answer_is_refused(hidden: Any, labels: Any, reduct
         return linear_cross_entropy(torch.zeros(hidden), torch.zeros(5, 8), torch.zeros(labels), 1.0, reduction, None)  # type: ignore[name-defined]  # noqa: F821
 
     with pytest.raises(ValueError, match=sentence):
-        logprobs.fused_output_processor(original, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
+        logprobs.with_our_head(original, None, config=SimpleNamespace(sequence_parallel=False))  # type: ignore[arg-type]
 
 
 def test_it_and_sharded_log_probs_are_off_unless_they_are_set_and_patch_takes_it_too() -> None:

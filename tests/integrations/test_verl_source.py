@@ -14,7 +14,7 @@ from hosts.verl import cases, sources
 
 from megatron_rc.integrations.symbols import inspect_symbols
 from megatron_rc.integrations.verl import HOST, driver
-from megatron_rc.integrations.verl.panels import settings_of_verl
+from megatron_rc.integrations.verl.driver import settings_of_verl
 from megatron_rc.integrations.verl.settings import prepare
 
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())

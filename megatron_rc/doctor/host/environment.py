@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
-from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags
+from megatron_rc.doctor.host.flags import EXPANDED, Flags
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.integrations.facts import MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.symbols import Host
+from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import MEGATRON_CORE, TRITON, installing, is_older, is_release
 
 INSTALL = f"Run doctor in the environment that trains, or {installing('train')}."
@@ -43,24 +43,24 @@ def symbol_checks(host: Host) -> Registry[HostFacts]:
     """One check per symbol: its signature in the host's source against the one that the patch was made for."""
     registry: Registry[HostFacts] = Registry("symbols")
     fix = f"Use {host.name} {' or '.join(host.versions) or host.tested}."
+
+    def look(symbol: Symbol, facts: HostFacts) -> Finding:
+        facts.require_importable()
+        inspected, summary = facts.symbols[symbol.path], symbol.summary
+        if inspected.problem and symbol.when:
+            return warning(f"{inspected.problem}; patch refuses only settings that need it", fix)
+        if inspected.problem:
+            return error(inspected.problem, fix)
+        if inspected.added:
+            new = ", ".join(inspected.added)
+            return warning(f"takes {new}, too, which the patch does not know; {summary}", fix)
+        if inspected.changed:
+            compare = "Compare a step under correction none with one of the host alone."
+            return note(f"its code is not that of {host.tested}; {summary}", compare)
+        return good(f"takes ({inspected.parameters}); {summary}")
+
     for symbol in host.symbols:
-
-        def look(facts: HostFacts, path: str = symbol.path, summary: str = symbol.summary) -> Finding:
-            facts.require_importable()
-            inspected = facts.symbols[path]
-            if inspected.problem and inspected.symbol.when:
-                return warning(f"{inspected.problem}; patch refuses only settings that need it", fix)
-            if inspected.problem:
-                return error(inspected.problem, fix)
-            if inspected.added:
-                new = ", ".join(inspected.added)
-                return warning(f"takes {new}, too, which the patch does not know; {summary}", fix)
-            if inspected.changed:
-                compare = "Compare a step under correction none with one of the host alone."
-                return note(f"its code is not that of {host.tested}; {summary}", compare)
-            return good(f"takes ({inspected.parameters}); {summary}")
-
-        registry.add(Check(symbol.path, "signature in the source against that of the patch", look))
+        registry.add(Check(symbol.path, "signature in the source against that of the patch", partial(look, symbol)))
     return registry
 
 
@@ -71,16 +71,14 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
     @registry.check
     def shell_variables(facts: HostFacts) -> Finding:
         """Words that the shell replaces."""
-        hidden = facts.flags.hidden
-        if hidden:
-            named = ", ".join(hidden[:MAX_NAMED])
+        if named := facts.flags.hiding:
             return note(f"flags may hide in {named}, so a flag that seems to be missing may be set", EXPANDED)
         return good("every flag is spelled out, or is in a plain variable of the script")
 
     rules = host.flag_rules if host.reads_overrides else (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):
-        look = partial(_first_mistake, [rule for rule in rules if rule.name == name])
-        registry.add(Check(name, "flags of the host", look))
+        of_name = [rule for rule in rules if rule.name == name]
+        registry.add(Check(name, "flags of the host", partial(_first_mistake, of_name)))
     return registry
 
 
@@ -142,12 +140,11 @@ def dataset_helpers(facts: HostFacts) -> Finding:
     facts.require_importable()
     if facts.helpers_folder is None or not facts.host.compiles_helpers:
         return good("make has what it needs, or is not called")
+    folder = facts.helpers_folder
     return warning(
-        f"rank 0 runs make in {facts.helpers_folder}, which has no Makefile, and stops, unless your program prevents "
-        "it",
-        "Copy the Makefile of NVIDIA/Megatron-LM's megatron/core/datasets there, or set "
-        "megatron.core.datasets.utils.compile_helpers = lambda: None before pretrain: a wheel has the helpers "
-        "compiled.",
+        f"rank 0 runs make in {folder}, which has no Makefile, and stops, unless your program prevents it",
+        "Copy the Makefile of NVIDIA/Megatron-LM's megatron/core/datasets there, or set megatron.core.datasets.utils."
+        "compile_helpers = lambda: None before pretrain: a wheel has the helpers compiled.",
     )
 
 

@@ -15,7 +15,6 @@ from megatron_rc.integrations.hosts import HOSTS, host_named
 from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
 from megatron_rc.versions import find_module, installed_version, megatron_core_version
 
-GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
 LIBRARIES = ("torch", "triton", "transformer_engine", "apex", "flash_attn")
 """Modules whose versions are reported; a package of the same name installs each."""
 
@@ -50,7 +49,7 @@ class HostFacts:
     @property
     def flags(self) -> Flags:
         if self.given_flags is None:
-            raise Undecided("the host's flags are not known", GIVE_FLAGS)
+            raise Undecided("the host's flags are not known", "Give them after --, or in a file with --flags-file.")
         return self.given_flags
 
     @cached_property
@@ -74,29 +73,19 @@ class HostFacts:
 
 
 def read_environment() -> Environment:
-    return Environment(
-        megatron_core_version(),
-        {module: (installed_version(module) or "unknown") if find_module(module) else None for module in LIBRARIES},
-        apex_kernels=find_module("amp_C") is not None,
-    )
+    libraries = {name: (installed_version(name) or "unknown") if find_module(name) else None for name in LIBRARIES}
+    return Environment(megatron_core_version(), libraries, apex_kernels=find_module("amp_C") is not None)
 
 
 def read_hosts(names: Sequence[str], flags: Flags | None) -> list[HostFacts]:
     """Facts of the named hosts, or of all known ones without names; ValueError for an unknown name."""
-    hosts = [host_named(name) for name in names] or list(HOSTS.values())
-    return [_read(host, flags, asked=bool(names)) for host in hosts]
-
-
-def _read(host: Host, flags: Flags | None, asked: bool) -> HostFacts:
-    if not host.is_importable():
-        return HostFacts(host, False, None, {}, flags, asked, _unmade_helpers())
-    symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)}
-    return HostFacts(host, True, host.read_version(), symbols, flags, asked, _unmade_helpers())
-
-
-def _unmade_helpers() -> str | None:
     core = find_module("megatron.core")
-    if core is None or core.origin is None:
-        return None
-    folder = Path(core.origin).parent / "datasets"
-    return None if (folder / "Makefile").is_file() else str(folder)
+    folder = Path(core.origin).parent / "datasets" if core and core.origin else None
+    helpers = None if folder is None or (folder / "Makefile").is_file() else str(folder)
+    found = []
+    for host in [host_named(name) for name in names] or HOSTS.values():
+        here = host.is_importable()
+        symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)} if here else {}
+        version = host.read_version() if here else None
+        found.append(HostFacts(host, here, version, symbols, flags, bool(names), helpers))
+    return found

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from megatron_rc.doctor.host.script import program_of, read_script
 from megatron_rc.doctor.registry import Undecided
 
 EXPANDED = "Let the script echo its command, and give that."
-MAX_NAMED = 5
-"""A sentence names at most this many shell variables: scripts with dozens would fill the screen."""
+THERE = "Run doctor where that file is."
 _VARIABLE = re.compile(r"(\$(\w+|\{.*\}))+")
 """A word of variables alone; one with text behind them, as a path has, can be no flag."""
 CHECKPOINTS = ("hf-checkpoint", "path", "model_name")
@@ -57,14 +57,16 @@ class Flags:
         return given[0]
 
     @property
+    def hiding(self) -> str:
+        """The first of `hidden`, as a sentence names them: dozens would fill the screen."""
+        return ", ".join(self.hidden[:5])
+
+    @property
     def hidden(self) -> tuple[str, ...]:
         """Words that the shell would replace; flags may hide in them."""
-        found = []
-        words = (*self.words[program_of(self.words) :], *self.maybe)
-        for before, word in zip(("", *words), words, strict=False):
-            is_value = before.startswith("-") and "=" not in before
-            if _LIST.match(word) or (_VARIABLE.fullmatch(word) and not is_value):
-                found.append(word)
+        words = pairwise(("", *self.words[program_of(self.words) :], *self.maybe))
+        free = [(word, not before.startswith("-") or "=" in before) for before, word in words]
+        found = [word for word, is_free in free if _LIST.match(word) or (is_free and _VARIABLE.fullmatch(word))]
         return tuple(dict.fromkeys(found))
 
     def require_absence(self, name: str) -> None:
@@ -74,7 +76,7 @@ class Flags:
         if name in self._in_branches or f"no-{name}" in self._in_branches:
             raise Undecided(f"--{name} is in a branch of the script that may run or not", EXPANDED)
         if self.hidden:
-            raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:MAX_NAMED])}", EXPANDED)
+            raise Undecided(f"--{name} may be set in {self.hiding}", EXPANDED)
 
     @property
     def patched(self) -> bool:
@@ -104,13 +106,11 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         flag, default = name.replace("_", "-"), self._defaults.get(name)
         try:
-            keys = self._config_keys
+            if name in self._config_keys:
+                return self._config_keys[name]
         except Undecided:
             if flag not in self._flags:
                 raise
-            keys = {}
-        if name in keys:
-            return keys[name]
         if flag not in self._flags:
             self._flags.require_absence(flag)
         if isinstance(default, bool):
@@ -131,7 +131,7 @@ class Arguments:
     def _config_keys(self) -> dict[str, Any]:
         path = self._flags.text(self._config_flag, "") if self._config_flag else ""
         if path and not Path(path).is_file():
-            raise Undecided(f"--{self._config_flag} {path} cannot be read here", "Run doctor where that file is.")
+            raise Undecided(f"--{self._config_flag} {path} cannot be read here", THERE)
         return schema.load_yaml(Path(path)) if path else {}
 
 

@@ -13,14 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STARTS = "execute_train"
-"""How the names of the functions begin that start training; their train_args is the text of the flags."""
-MODELS = "models"
-"""Folder beside the launcher with a file per model, whose function model_args returns its flags."""
-MODEL_ARGS = "${MODEL_ARGS}"
-"""Word in place of these flags where they are not known."""
-NO_TRAINING = "get_default_wandb_args"
-"""Function whose flags are those of a dashboard alone."""
 _UNKNOWN = object()
 _OPERATIONS: dict[type, Any] = {
     ast.Mult: operator.mul, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv, ast.Eq: operator.eq,
@@ -41,23 +33,19 @@ class Text(NamedTuple):
         return shlex.split("".join(text if maybe is doubtful else " " for text, maybe in self.parts))
 
 
-class Command(NamedTuple):
-    words: list[str]
-    maybe: list[str]
-    """Words that it has as well if a branch with an unknown condition runs."""
+def read_launcher(path: Path) -> tuple[list[str], list[str]] | None:
+    """The words of a launcher's command, and those that it has as well if a branch with an unknown condition runs.
 
-
-def read_launcher(path: Path) -> Command | None:
-    """The command of a launcher; None for a file that starts nothing by execute_train.
-
-    Raises ValueError where it is not Python, or an argument has an open quote.
+    None for a file that starts nothing by execute_train. Raises ValueError where it is not Python, or an argument has
+    an open quote.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        starting = [node for node in _functions(tree) if any(map(_starts, ast.walk(node)))]
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        starting = [node for node in functions if any(map(_starts, ast.walk(node)))]
         if not starting:
             return None
-        reader = _Reader(path.parent / MODELS)
+        reader = _Reader(path.parent / "models")
         reader.run(node for node in tree.body if isinstance(node, ast.Assign))
         taken = {ast.unparse(each.annotation) for each in starting[0].args.args if each.annotation}
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in taken):
@@ -68,12 +56,8 @@ def read_launcher(path: Path) -> Command | None:
         raise ValueError(f"{path} cannot be read as a launcher: {error}") from None
 
 
-def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-
 def _starts(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(STARTS)
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith("execute_train")
 
 
 class _Reader:
@@ -84,7 +68,7 @@ class _Reader:
         self._names: dict[str, Any] = {}
         self._fields: dict[str, Any] = {}
         self._doubtful = False
-        self.command: Command | None = None
+        self.command: tuple[list[str], list[str]] | None = None
 
     def fields(self, cls: ast.ClassDef) -> None:
         """The defaults of a dataclass, and what its __post_init__ sets."""
@@ -97,13 +81,11 @@ class _Reader:
     def run(self, body: Iterable[ast.stmt]) -> None:
         for node in body:
             match node:
-                case (
-                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-                ):
-                    self._assign(target, self._value(value))
+                case ast.Assign(targets=[to], value=value) | ast.AnnAssign(target=to, value=ast.expr() as value):
+                    self._assign(to, self._value(value))
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
-                    added = _text(self._value(value), value).parts
-                    self._names[name] = Text(_text(self._names.get(name, ""), node.target).parts + self._maybe(added))
+                    added = ((text, maybe or self._doubtful) for text, maybe in _text(self._value(value), value).parts)
+                    self._names[name] = Text((*_text(self._names.get(name, ""), node.target).parts, *added))
                 case ast.If(test=test, body=then, orelse=otherwise):
                     self._branch(self._truth(test), then, otherwise)
                 case ast.Match(subject=subject, cases=cases):
@@ -119,35 +101,27 @@ class _Reader:
 
     def _start(self, call: ast.Call) -> None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        arguments = given["train_args"] if "train_args" in given else [*call.args, ast.Constant("")][0]
-        text = _text(self._value(arguments), arguments)
-        program, model = (
-            self._value(given[name]) if name in given else None for name in ("train_script", "megatron_model_type")
-        )
+        arguments = given.get("train_args", [*call.args, ast.Constant("")][0])
+        text, nothing = _text(self._value(arguments), arguments), ast.Constant(None)
+        program, model = (self._value(given.get(name, nothing)) for name in ("train_script", "megatron_model_type"))
         command = ["python", program if isinstance(program, str) else "train.py", *text.words(doubtful=False)]
         if model is not None:
             command += self._flags_of(model)
-        self.command = Command(command, text.words(doubtful=True))
+        self.command = command, text.words(doubtful=True)
 
     def _flags_of(self, model: Any) -> list[str]:
-        file = self._models / f"{model}.py"
-        if not isinstance(model, str) or not file.is_file():
-            return [MODEL_ARGS]
-        reader = _Reader(self._models)
-        for function in _functions(ast.parse(file.read_text(encoding="utf-8"))):
-            if function.name == "model_args":
-                reader.run(function.body)
-        returned = reader._names.get("return", _UNKNOWN)
-        return [MODEL_ARGS] if returned is _UNKNOWN else _text(returned, ast.Name("model_args")).words(doubtful=False)
+        """What model_args returns in the file of a model; ${MODEL_ARGS} where that is not known."""
+        reader, file = _Reader(self._models), self._models / f"{model}.py"
+        if isinstance(model, str) and file.is_file():
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name == "model_args":
+                    reader.run(node.body)
+        return _text(reader._names.get("return", _UNKNOWN), ast.Name("MODEL_ARGS")).words(doubtful=False)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
         known = self._fields if isinstance(target, ast.Attribute) else self._names
-        if self._doubtful:
-            texts = [each for each in (known.get(name), value) if isinstance(each, str | Text)]
-            parts = tuple(part for each in texts for part in _text(each, target).parts)
-            value = Text(self._maybe(parts)) if "--" in "".join(text for text, _ in parts) else _UNKNOWN
-        known[name] = value
+        known[name] = _either(known.get(name), value) if self._doubtful else value
 
     def _branch(self, holds: bool | None, then: list[ast.stmt], otherwise: list[ast.stmt]) -> None:
         before, self._doubtful = self._doubtful, self._doubtful or holds is None
@@ -168,9 +142,6 @@ class _Reader:
             if holds:
                 return
 
-    def _maybe(self, parts: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
-        return tuple((text, maybe or self._doubtful) for text, maybe in parts)
-
     def _truth(self, node: ast.expr) -> bool | None:
         value = self._value(node)
         return None if value is _UNKNOWN or isinstance(value, Text) else bool(value)
@@ -183,8 +154,8 @@ class _Reader:
                 return self._names.get(name, _UNKNOWN)
             case ast.Attribute(value=ast.Name(), attr=name):
                 return self._fields.get(name, _UNKNOWN)
-            case ast.Call(func=function) if ast.unparse(function).endswith(NO_TRAINING):
-                return ""
+            case ast.Call(func=function) if ast.unparse(function).endswith("get_default_wandb_args"):
+                return ""  # flags of a dashboard alone
             case ast.JoinedStr(values=values):
                 return Text(tuple(part for each in values for part in _text(self._value(each), each).parts))
             case ast.FormattedValue(value=inner):
@@ -208,14 +179,19 @@ class _Reader:
                 return _UNKNOWN if holds is None else not holds
             case ast.IfExp(test=test, body=then, orelse=otherwise):
                 holds = self._truth(test)
-                if holds is not None:
-                    return self._value(then if holds else otherwise)
-                both = [self._value(each) for each in (then, otherwise)]
-                parts = tuple(
-                    (text, True) for each in both if isinstance(each, str | Text) for text, _ in _text(each, node).parts
-                )
-                return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
+                if holds is None:
+                    return _either(self._value(then), self._value(otherwise))
+                return self._value(then if holds else otherwise)
         return _UNKNOWN
+
+
+def _either(*values: Any) -> Any:
+    """One of the values: the flags in them may be missing, and all else is not known."""
+    texts = [
+        Text(((each, True),)) if isinstance(each, str) else each for each in values if isinstance(each, str | Text)
+    ]
+    parts = tuple((text, True) for each in texts for text, _ in each.parts)
+    return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
 
 
 def _computed(op: ast.AST, left: Any, right: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
-from megatron_rc.doctor.host.flags import EXPANDED, MAX_NAMED, Flags, is_spelled_out
+from megatron_rc.doctor.host.flags import EXPANDED, THERE, Flags, is_spelled_out
 from megatron_rc.doctor.registry import Undecided
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
@@ -24,22 +24,17 @@ class Overrides:
     Reading a value raises Undecided if a variable of the shell or another part of the host decides it.
 
     Args:
-        flags: the command line.
         defaults: values by dotted path where neither the command line nor a YAML file has one.
         own_configs: names of YAML files of the host whose values ``defaults`` holds; () where it does not use Hydra.
     """
 
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], own_configs: Sequence[str] = ()) -> None:
         self._flags, self._defaults = flags, defaults
-        self._unread = ""
-        if own_configs:
-            file = _hydra_file(flags.words, own_configs)
-            self._unread = str(file) if file is not None and not file.is_file() else ""
-            self._tree = {} if file is None or self._unread else _composed(file)
-        else:
-            self._tree = _yaml_of(flags.words)
+        file = _hydra_file(flags.words, own_configs) if own_configs else _named_file(flags.words)
+        self._unread = str(file) if own_configs and file is not None and not file.is_file() else ""
+        self._tree = {} if file is None or self._unread else _composed(file, whole=not own_configs)
         for path, text in _overrides_of(flags.words).items():
-            _put(self._tree, path.split("."), None if text is None else _value_of(text))
+            _put(self._tree, path, None if text is None else _value_of(text))
         self._maybe = set(_overrides_of(flags.maybe))
         self.variables, self.patched = flags.variables, flags.patched
 
@@ -55,21 +50,18 @@ class Overrides:
             if node is None:
                 return None
             node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-            if node is _ABSENT:
-                return self._default(path)
+        if node is _ABSENT:
+            if self._flags.hidden:
+                raise Undecided(f"{path} may be set in {self._flags.hiding}", EXPANDED)
+            if self._unread:
+                raise Undecided(f"{path} may be set in {self._unread}, which is not here", THERE)
+            return self._defaults[path]
         if isinstance(node, str) and not is_spelled_out(parts[-1], node):
             reference = _REFERENCE.fullmatch(node)
             if reference and references and "." in reference[1]:
                 return self._read(reference[1], references - 1)
             raise Undecided(f"{path} is {node}, which is filled in elsewhere", EXPANDED)
         return node
-
-    def _default(self, path: str) -> Any:
-        if self._flags.hidden:
-            raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:MAX_NAMED])}", EXPANDED)
-        if self._unread:
-            raise Undecided(f"{path} may be set in {self._unread}, which is not here", "Run doctor where that file is.")
-        return self._defaults[path]
 
     @property
     def program(self) -> str:
@@ -97,12 +89,11 @@ def _value_of(text: str) -> Any:
         return text
 
 
-def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    for part in parts[:-1]:
-        inner = tree.get(part)
-        tree[part] = inner if isinstance(inner, dict) else {}
-        tree = tree[part]
-    tree[parts[-1]] = value
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Merge a value in under a dotted path; at the root under ""."""
+    for part in reversed(path.split(".") if path else []):
+        value = {part: value}
+    _merge(tree, value)
 
 
 def _hydra_file(words: Sequence[str], own_configs: Sequence[str]) -> Path | None:
@@ -125,12 +116,26 @@ def _value_after(words: Sequence[str], names: Sequence[str]) -> str:
     return value
 
 
-def _composed(file: Path) -> dict[str, Any]:
-    """A YAML file of Hydra, merged over those files of its list `defaults` that are in its folder."""
+def _named_file(words: Sequence[str]) -> Path | None:
+    """The YAML file that a command line names, alone or after --config."""
+    named = [word.removeprefix("--config=") for word in words if word.endswith((".yaml", ".yml"))]
+    return next((Path(word) for word in named if not _OVERRIDE.fullmatch(word) or "=" not in word), None)
+
+
+def _composed(file: Path, *, whole: bool) -> dict[str, Any]:
+    """A YAML file, merged over the files that its `defaults` name, relative to it.
+
+    ``whole``: every file must be here; Hydra, which finds files elsewhere, too, takes the values of those that are.
+    """
+    if "$" in str(file):
+        raise ValueError(f"the YAML file must be spelled out, got {file}")
+    if not file.is_file():
+        raise ValueError(f"the YAML file of the host must exist, found none at {file}")
     tree: dict[str, Any] = {}
     given = schema.load_yaml(file)
     given.pop("hydra", None)
     entries = given.pop("defaults", None) or []
+    entries = [entries] if isinstance(entries, str) else entries
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
             _merge(tree, given)
@@ -138,35 +143,9 @@ def _composed(file: Path) -> dict[str, Any]:
         # "name", or {"group@package": "name"}, with "override" and "optional" before the group
         group, name = ("", entry) if isinstance(entry, str) else next(iter(entry.items()))
         folder, _, package = group.split(" ")[-1].partition("@")
-        path = file.parent / folder / f"{str(name).removesuffix('.yaml')}.yaml"
-        if path.is_file():
-            part = _composed(path)
-            for key in reversed((package or folder.replace("/", ".")).split(".") if group else []):
-                part = {key: part}
-            _merge(tree, part)
-    return tree
-
-
-def _yaml_of(words: Sequence[str]) -> dict[str, Any]:
-    """The settings in the YAML file that a command line names, alone or after --config."""
-    named = [word.removeprefix("--config=") for word in words if word.endswith((".yaml", ".yml"))]
-    files = [word for word in named if not _OVERRIDE.fullmatch(word) or "=" not in word]
-    return _load(Path(files[0])) if files else {}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """A YAML file over the files that its key `defaults` names, relative to it."""
-    if "$" in str(path):
-        raise ValueError(f"the YAML file must be spelled out, got {path}")
-    if not path.is_file():
-        raise ValueError(f"the YAML file of the host must exist, found none at {path}")
-    tree: dict[str, Any] = {}
-    given = schema.load_yaml(path)
-    parents = given.pop("defaults", None) or []
-    for parent in [parents] if isinstance(parents, str) else parents:
-        if isinstance(parent, str):
-            _merge(tree, _load(path.parent / parent))
-    _merge(tree, given)
+        path = file.parent / folder / (name if str(name).endswith((".yaml", ".yml")) else f"{name}.yaml")
+        if path.is_file() or (whole and not group):
+            _put(tree, package or folder.replace("/", "."), _composed(path, whole=whole))
     return tree
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass, field
+from itertools import dropwhile, pairwise
 from pathlib import Path
 
 from megatron_rc.doctor.host.launcher import read_launcher
@@ -10,8 +11,6 @@ from megatron_rc.doctor.host.launcher import read_launcher
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
-_ARGUMENTS = ("$@", "$*")
-"""Variables that hold the arguments of the script; doctor judges the script as it runs without arguments."""
 _OPENING = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSING = ("fi", "done", "esac", "}")
 _EXPORTING = ("export", "declare", "local", "readonly", "-x")
@@ -58,7 +57,7 @@ def read_script(path: Path) -> Script:
     # a folder whose name decides nothing
     script = Script([path.resolve()], variables={"HOME": ["~"]}, texts=[path.read_text(encoding="utf-8")])
     if path.suffix == ".py" and (found := read_launcher(path)):
-        script.words, script.maybe = found.words, found.maybe
+        script.words, script.maybe = found
         return script
     commands = _commands(path)
     _run(script, commands)
@@ -69,27 +68,21 @@ def read_script(path: Path) -> Script:
 
 def program_of(words: list[str] | tuple[str, ...]) -> int:
     """The index after the word that names the program: a file of Python, or the module after -m; 0 where none does."""
-    for index, word in enumerate(words):
-        if word.endswith(".py") or (index and words[index - 1] == "-m"):
-            return index + 1
-    return 0
+    named = (word.endswith(".py") or before == "-m" for before, word in pairwise(("", *words)))
+    return next((index for index, names in enumerate(named, 1) if names), 0)
 
 
 def _run(script: Script, commands: list[tuple[list[str], bool]]) -> None:
     for command, depends in commands:
-        words = list(command)
-        while words and words[0] in ("then", "do", "!"):
-            words.pop(0)
-        if not words:
-            continue
-        first = words[0]
+        words = [*dropwhile(("then", "do", "!").__contains__, command)]
+        first = words[0] if words else ""
         if first in _CLOSING:
             del script.branches[-1:]
         elif first in _OPENING:
             script.branches.append(_holds(script, words[1:]) if first == "if" and not depends else None)
         elif first in ("else", "elif"):
             _turn(script, words)
-        elif False not in script.branches:
+        elif words and False not in script.branches:
             _execute(script, words, depends or None in script.branches)
 
 
@@ -140,7 +133,7 @@ def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
 def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[str], list[str]]:
     """The words with known variables filled in, and the words that may appear next to them.
 
-    The value of a variable without quotes is split into words, except in an assignment.
+    The value of a variable without quotes is split into words, except in an assignment. The script has no arguments.
     """
     expanded: list[str] = []
     maybe: list[str] = []
@@ -149,7 +142,7 @@ def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[
         if array and (array[1] in script.variables or array[1] in script.candidates):
             expanded += script.variables.get(array[1], [])
             maybe += script.candidates.get(array[1], [])
-        elif word not in _ARGUMENTS and not (array and not script.may_have(array[1])):
+        elif word not in ("$@", "$*") and not (array and not script.may_have(array[1])):
             filled = _fill(script, word)
             expanded += filled.split() if split and re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
     return expanded, maybe
@@ -183,14 +176,10 @@ def _holds(script: Script, condition: list[str]) -> bool | None:
     if any("$" in word for word in words):
         return None
     match words:
-        case [left, "=" | "==", right]:
-            return left == right
-        case [left, "!=", right]:
-            return left != right
-        case ["-n", text]:
-            return bool(text)
-        case ["-z", text]:
-            return not text
+        case [left, "=" | "==" | "!=" as sign, right]:
+            return (left == right) == (sign != "!=")
+        case ["-n" | "-z" as sign, text]:
+            return bool(text) == (sign == "-n")
     return None
 
 

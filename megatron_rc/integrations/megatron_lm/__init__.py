@@ -1,14 +1,8 @@
 """The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository.
 
-What runs when, in a patched run of train_rl.py:
-
-1. `setup_model_and_optimizer` refuses flags that the correction cannot work with; the length decay is attached to the
-   scheduler that `get_optimizer_param_scheduler` returns, before a checkpoint is loaded into it.
-2. For every rollout batch, `prepare_data_for_update` of the host pads and packs the sampler's log-probs (missing ones
-   become NaN) and computes the old log-probs (`get_logprobs`: sharded, fp32). Ours then corrects the whole batch once,
-   puts the weights where the host keeps the rollout log-probs, and steps the rule of the learning rate.
-3. For every training step, `train_step` counts the tokens of the step and logs the metrics.
-4. For every micro-batch, `calculate_grpo_loss` weights the policy-gradient term.
+`SYMBOLS` says what each replacement does. `prepare_data_for_update` corrects a rollout batch once, after the host has
+padded and packed the sampler's log-probs and computed the old ones, and puts the weights where the host keeps the
+rollout log-probs: there `calculate_grpo_loss` finds them in every micro-batch.
 """
 
 from megatron_rc import versions
@@ -67,20 +61,6 @@ SYMBOLS = (
         when=lambda session: session.head.linear),
 )  # fmt: skip
 
-DIFFERENCES = (
-    "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16. Under "
-    "--batch-invariant-mode the host's own log-softmax, which is fp32, is kept",
-    "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
-    "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
-    "(unless --calculate-per-token-loss)",
-    "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
-    "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
-    "--rl-use-sequence-packing the host reads its log-prob as 0",
-    "a sequence or token with a NaN, infinite or positive log-prob is dropped; more than 1 % of them stop the run",
-    "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
-    "without --rl-importance-sampling-truncation-coef, which the patch refuses",
-)
-
 HOST = Host(
     name="megatron-lm",
     summary="Megatron-LM's own RL (`train_rl.py`)",
@@ -92,7 +72,19 @@ HOST = Host(
     heads=("logits", "linear"),
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
-    differences=DIFFERENCES,
+    differences=(
+        "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16. Under "
+        "--batch-invariant-mode the host's own log-softmax, which is fp32, is kept",
+        "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
+        "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
+        "(unless --calculate-per-token-loss)",
+        "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
+        "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
+        "--rl-use-sequence-packing the host reads its log-prob as 0",
+        "a sequence or token with a NaN, infinite or positive log-prob is dropped; more than 1 % of them stop the run",
+        "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
+        "without --rl-importance-sampling-truncation-coef, which the patch refuses",
+    ),
     pythons=versions.PYTHON_OF_MEGATRON_LM,
     compiles_helpers=True,
     contains=("megatron-training",),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
+from megatron_rc.integrations.megatron_lm.session import Answers, BinRows, Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.logprobs.inputs import HeadInputs, of_chunks
 from megatron_rc.logprobs.linear import linear_logprobs
@@ -30,15 +30,17 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
 
     host_args, groups = get_args(), get_attr_wrapped_model(model, "pg_collection")
     group, temperature = groups.tp, host_args.rl_default_temperature
-    rows = _take_loaded_rows(session, groups.cp)
+    loaded, session.loaded = session.loaded, None
+    split = groups.cp is not None and dist.get_world_size(groups.cp) > 1
+    rows = None if loaded is None or session.bins is None or split else session.bins.rows[loaded]
     with ExitStack() as stack:
         stack.callback(setattr, session, "answers", None)
         if getattr(host_args, "batch_invariant_mode", False):
-            session.answers = WholeLogits(temperature)
+            session.answers = Answers(temperature, group, gathered=True)
             return original(model, *args, **kwargs)
-        session.answers = LogitShards(group, temperature)
+        session.answers = Answers(temperature, group)
         if session.head.linear and (head := stack.enter_context(hidden_states(model))) is not None:
-            session.answers = HiddenStates(head.weight, group, temperature, rows)
+            session.answers = Answers(temperature, group, weight=head.weight, rows=rows)
             if head.sequence_parallel:
                 stack.callback(model.register_forward_hook(partial(_all_rows, group)).remove)
         stack.callback(model.register_forward_pre_hook(_keep_shards, with_kwargs=True).remove)
@@ -50,19 +52,10 @@ def load_packed_data_by_index(original: Function, session: Session, *args: Any, 
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     mask = call["packing_context"].packed_loss_mask
     if session.bins is None or session.bins.mask is not mask:
-        session.bins = BinRows.of(mask)
+        predicted = mask[:, 1:] != 0
+        session.bins = BinRows(mask, predicted.nonzero()[:, 1].split(predicted.sum(1).tolist()))
     session.loaded = call["bin_idx"]
     return original(*args, **kwargs)
-
-
-def _take_loaded_rows(session: Session, cp_group: dist.ProcessGroup | None) -> Tensor | None:
-    """The rows that have a loss in the bin whose log-probs the host asks for.
-
-    None where no bin was loaded, and where context-parallel ranks split its rows.
-    """
-    loaded, session.loaded = session.loaded, None
-    split = cp_group is not None and dist.get_world_size(cp_group) > 1
-    return None if loaded is None or session.bins is None or split else session.bins.rows[loaded]
 
 
 def _all_rows(group: dist.ProcessGroup, module: Any, args: Any, hidden: Tensor) -> Tensor:
@@ -86,14 +79,14 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     answers = session.answers
     if answers is None:
         return original(logits, index)
-    if isinstance(answers, WholeLogits):
+    if answers.gathered:
         if answers.temperature == 1:
             return original(logits, index)
         # fp32 before the division, as the sampler has it; row by row, as the host computes them
         rows = zip(logits, index, strict=True)
         return torch.cat([original(row[None].float() / answers.temperature, ids[None]) for row, ids in rows])
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
-    if isinstance(answers, HiddenStates):
+    if answers.weight is not None:
         counted = None if answers.rows is None else answers.rows.to(logits.device)
         head = HeadInputs(rows=counted, **options, **of_chunks(session.head))
         logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), head=head)

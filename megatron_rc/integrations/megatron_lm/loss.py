@@ -40,7 +40,9 @@ def calculate_grpo_loss(original: Function, session: Session, *args: Any, **kwar
         of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
         rows = RolloutRows(old, sampled, torch.ones_like(known), of_sequences, starts)
         corrected, weights = corrected_rows(current.detach(), rows, session.correction)
-        session.micro_batch_log = _two_policy_log(current.detach(), sampled, corrected.mask.view_as(known), known)
+        log_ratio, tokens = torch.where(known, current.detach() - sampled, 0), known.sum().float()
+        sums = {"current/k3": k3(log_ratio).sum(), "current/masked_token": tokens - corrected.mask.sum()}
+        session.micro_batch_log = {name: torch.stack([total, tokens]) for name, total in sums.items()}
         old = torch.where(known, sampled, old)
     call = partial(original, **given)
     whole, kl_term, ratios, entropy_term, above, below = call(
@@ -51,25 +53,14 @@ def calculate_grpo_loss(original: Function, session: Session, *args: Any, **kwar
     others = kl_beta * kl_term - entropy_weight * entropy_term
     if not session.compared:
         session.compared = True
-        _refuse_other_terms((gradient_term + others)[kept], whole.expand_as(kept)[kept])
-    loss = weights * gradient_term + others
-    return loss, kl_term, ratios, entropy_term, above, below
-
-
-def _refuse_other_terms(parts: Tensor, whole: Tensor) -> None:
-    """Refuse a loss of the host that is not the sum of the three terms; it waits for the device once in a run."""
-    if not torch.allclose(parts, whole, rtol=1e-5, atol=1e-6, equal_nan=True):
-        raise ValueError(
-            "calculate_grpo_loss of this Megatron-LM has other terms than policy gradient, KL and entropy, which a "
-            "correction would drop; nothing was updated"
-        )
-
-
-def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tensor) -> dict[str, Tensor]:
-    log_ratio = torch.where(known, current - rollout, 0)
-    tokens = known.sum().float()
-    sums = {"current/k3": k3(log_ratio).sum(), "current/masked_token": tokens - kept.sum()}
-    return {name: torch.stack([total, tokens]) for name, total in sums.items()}
+        # it waits for the device, once in a run
+        parts, of_host = (gradient_term + others)[kept], whole.expand_as(kept)[kept]
+        if not torch.allclose(parts, of_host, rtol=1e-5, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "calculate_grpo_loss of this Megatron-LM has other terms than policy gradient, KL and entropy, which a "
+                "correction would drop; nothing was updated"
+            )
+    return weights * gradient_term + others, kl_term, ratios, entropy_term, above, below
 
 
 def train_step(original: Function, session: Session, forward_step_func: Function, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
@@ -13,14 +14,7 @@ from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.log_names import warn, worth_logging
-from megatron_rc.integrations.megatron_lm.lags import (
-    Placed,
-    epochs_of_rows,
-    is_stale,
-    lags_of,
-    placed_bins,
-    placed_rows,
-)
+from megatron_rc.integrations.megatron_lm import lags
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import mismatch_signals
@@ -49,44 +43,33 @@ def corrected_rows(
     """`correct` in the layout of megatron/rl.
 
     A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, or 0 in a
-    sequence that keeps no other token.
-
-    Args:
-        train_logprobs: [rows, T - 1], fp32, nats.
-        dp_group: for normalize="batch".
+    sequence that keeps no other token. ``train_logprobs`` are [rows, T - 1], fp32, nats.
 
     Returns:
         Corrected, flat under packing, and the weights [rows, T - 1].
     """
     known = rows.loss_mask & ~rows.rollout_logprobs.isnan()
-    cu_seqlens = None if rows.starts is None else bin_offsets(rows.starts, known.shape[1], known.device)
-    shape = known.shape if cu_seqlens is None else (-1,)
+    shape, cu_seqlens = known.shape, None
+    if rows.starts is not None:
+        # bins lie end to end; rows between two sequences, which have no loss, belong to the first
+        firsts = [row * shape[1] + start for row, of_bin in enumerate(rows.starts) for start in (of_bin or [0])]
+        cu_seqlens = torch.tensor([*firsts, known.numel()], dtype=torch.int32, device=known.device)
+        shape = torch.Size([known.numel()])
+    given = (each.view(shape) for each in (train_logprobs, rows.rollout_logprobs, known))
+    extras = Extras(lags=None if rows.lags is None else rows.lags.view(shape))
+    advantages = rows.advantages.to(train_logprobs.dtype)
     corrected = correct(
-        train_logprobs.view(shape),
-        rows.rollout_logprobs.view(shape),
-        known.view(shape),
-        correction=correction,
-        cu_seqlens=cu_seqlens,
-        advantages=rows.advantages.to(train_logprobs.dtype),
-        extras=Extras(lags=None if rows.lags is None else rows.lags.view(shape)),
-        dp_group=dp_group,
+        *given, correction=correction, cu_seqlens=cu_seqlens, advantages=advantages, extras=extras, dp_group=dp_group
     )
     if cu_seqlens is None:
         kept_sequence = corrected.mask.any(1, keepdim=True).expand_as(known)
     else:
-        lengths = cu_seqlens.long().diff()
-        total = torch.cat([cu_seqlens.new_zeros(1, dtype=torch.int64), corrected.mask.cumsum(0)])
-        kept = total[cu_seqlens.long()].diff() > 0
-        kept_sequence = torch.repeat_interleave(kept, lengths, output_size=known.numel()).view_as(known)
+        bounds, total = cu_seqlens.long(), F.pad(corrected.mask.cumsum(0), (1, 0))
+        kept = total[bounds].diff() > 0
+        kept_sequence = torch.repeat_interleave(kept, bounds.diff(), output_size=known.numel()).view_as(known)
     missing = rows.loss_mask & ~known
     weights = torch.where(missing, kept_sequence.to(corrected.weights.dtype), corrected.weights.view_as(known))
     return corrected, weights
-
-
-def bin_offsets(starts: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """cu_seqlens of bins laid end to end; rows between two sequences, which have no loss, belong to the first."""
-    firsts = [row * width + start for row, of_bin in enumerate(starts) for start in (of_bin or [0])]
-    return torch.tensor([*firsts, len(starts) * width], dtype=torch.int32, device=device)
 
 
 def prepare_data_for_update(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -109,34 +92,34 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
             iterator = _correct_micro_batches(session, iterator, epochs, group)
         session.micro_batch = 0
     if session.attached is not None:
-        signals = session.signals._replace(length=mean_response_length(rollouts))
-        session.attached.begin(signals)
+        session.attached.begin(session.signals._replace(length=mean_response_length(rollouts)))
     return iterator, group_stats, examples
 
 
 def _epochs(correction: RolloutCorrection, rollouts: Any, group_stats: Any) -> list[list[int]] | None:
-    """Epochs of the training rows of all ranks; None where no token is stale and nothing else reads lags.
-
-    Raises:
-        ValueError: the correction depends on lags, and the host tells no epochs.
-    """
+    """Epochs of the training rows of all ranks; None where no token is stale and nothing else reads lags."""
     reads_lags, segments = Plan.of(correction).reads_lags, getattr(group_stats, "policy_epoch_segments", None)
     if segments is None:
         if reads_lags:
-            raise ValueError(_NO_EPOCHS)
+            raise ValueError(
+                "the correction depends on lags, and prepare_data_for_update of the host returns no "
+                "policy_epoch_segments: use bounds that do not, or a newer Megatron-LM"
+            )
         return None
     from megatron.rl import rl_utils
     from megatron.training.global_vars import get_args
 
-    epochs = epochs_of_rows(rollouts, segments, rl_utils._is_collapsible_rollout)
-    return epochs if reads_lags or is_stale(epochs, get_args().curr_iteration) else None
+    epochs = lags.epochs_of_rows(rollouts, segments, rl_utils._is_collapsible_rollout)
+    return epochs if reads_lags or lags.is_stale(epochs, get_args().curr_iteration) else None
 
 
-def _lags(epochs: list[list[int]] | None, placed: Iterable[Placed], like: Tensor) -> Tensor | None:
+def _lags(epochs: list[list[int]] | None, placed: Iterable[lags.Placed], like: Tensor) -> Tensor | None:
     """[rows, T - 1] where ``like`` is."""
     from megatron.training.global_vars import get_args
 
-    return None if epochs is None else lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
+    return (
+        None if epochs is None else lags.lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
+    )
 
 
 def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None, dp_group: Any) -> None:
@@ -153,7 +136,7 @@ def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None
         packing.packed_loss_mask[:, 1:].bool().to(device),
         torch.cat([of_bin.to(device).float() for of_bin in bins]),
         starts,
-        _lags(epochs, placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
+        _lags(epochs, lags.placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
     )
     packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
@@ -172,7 +155,9 @@ def _correct_micro_batches(session: Session, iterator: Any, epochs: list[list[in
         loss_mask[:, 1:].bool().to(device),
         advantages.float(),
         None,
-        _lags(epochs, placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)),
+        _lags(
+            epochs, lags.placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)
+        ),
     )
     sizes = [len(batch[0]) for batch in batches]
     parts = _for_the_loss(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
@@ -199,17 +184,12 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     warn(session.lost_batch.see(pooled, session.correction), dp_group, tp_group)
     values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
-    device = rows.old_logprobs.device
-    session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}
+    session.rollout_log = {f"old/{name}": rows.old_logprobs.new_tensor([value, 1]) for name, value in values.items()}
     if session.correction.old == "rollout":
         return rows.rollout_logprobs.masked_fill(~rows.loss_mask, torch.nan)
     return weights
 
 
-_NO_EPOCHS = (
-    "the correction depends on lags, and prepare_data_for_update of the host returns no policy_epoch_segments: use "
-    "bounds that do not, or a newer Megatron-LM"
-)
 _NO_LOGPROBS = (
     "no token of the rollout batch has a rollout log-prob: add --rl-inference-logprobs-is-correction, and sample with "
     "an agent whose rollouts are TokenRollout"
@@ -221,20 +201,14 @@ def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
 
     Rollouts without a generation mask (failed episodes, text without tokens) have no length and are left out.
     """
-    lengths = [
-        sum(map(sum, rollout.generation_mask))
-        for group in rollouts
-        for rollout in group
-        if getattr(rollout, "generation_mask", None)
-    ]
+    masks = (getattr(rollout, "generation_mask", None) for rollout in itertools.chain(*rollouts))
+    lengths = [sum(map(sum, mask)) for mask in masks if mask]
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _pad_nonnull_with_zeros(
-    original: Function, session: Session, data: Sequence[Tensor | None], max_len: int
-) -> Tensor:
+def _pad_nonnull_with_zeros(original: Function, session: Session, data: Sequence[Any], max_len: int) -> Tensor:
     """The host's function, which pads with NaN: a log-prob of 0 would be a probability of 1."""
-    padded = original(data, max_len).clone()
+    padded: Tensor = original(data, max_len).clone()
     for row, logprobs in zip(padded, data, strict=True):
         row[0 if logprobs is None else len(logprobs) :] = torch.nan
     return padded

@@ -21,26 +21,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class LogitShards(NamedTuple):
-    """How to read the logits of the forward pass that is running."""
-
-    tp_group: dist.ProcessGroup
-    temperature: float
-
-
-class WholeLogits(NamedTuple):
-    """Logits that the host gathers, for its own log-softmax."""
+class Answers(NamedTuple):
+    """What the forward pass that is running returns: logits, or hidden states in all rows, on every rank."""
 
     temperature: float
-
-
-class HiddenStates(NamedTuple):
-    """What the current forward pass returns instead of logits; all rows, on every rank."""
-
-    weight: Tensor
-    """[V_local, H], that of the head."""
-    tp_group: dist.ProcessGroup
-    temperature: float
+    tp_group: dist.ProcessGroup | None
+    """That over which logits are sharded."""
+    gathered: bool = False
+    """Whether the host gathers the logits, for its own log-softmax."""
+    weight: Tensor | None = None
+    """[V_local, H], that of the head for hidden states; None: logits."""
     rows: Tensor | None = None
     """[M] int64: those with a loss, when the host computes the log-probs of one bin; None: they are not known."""
 
@@ -52,11 +42,6 @@ class BinRows(NamedTuple):
     """[bins, T], the host's loss mask of tokens."""
     rows: tuple[Tensor, ...]
     """[m] int64 each: those of T - 1 rows that predict a token with a loss."""
-
-    @classmethod
-    def of(cls, mask: Tensor) -> BinRows:
-        predicted = mask[:, 1:] != 0
-        return cls(mask, predicted.nonzero()[:, 1].split(predicted.sum(1).tolist()))
 
 
 @dataclass
@@ -70,8 +55,8 @@ class Session(HoldsRule):
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     head: HeadOptions = LOGITS
     """What log-probs are made of."""
-    answers: LogitShards | WholeLogits | HiddenStates | None = None
-    """What the model answers: set inside get_logprobs on a pipeline stage with a head; None outside."""
+    answers: Answers | None = None
+    """Set inside get_logprobs on a pipeline stage with a head; None outside."""
     bins: BinRows | None = None
     """With head "linear": the bins of the rollout batch from which the host last loaded one."""
     loaded: int | None = None
@@ -91,23 +76,19 @@ class Session(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> Session:
-    """A new session; ValueError as `refuse_settings`."""
-    refuse_settings(correction or RolloutCorrection())
-    return Session(correction, lr_rule, head=head)
-
-
-def refuse_settings(correction: RolloutCorrection) -> None:
-    """Refuse a correction that megatron/rl cannot honour, whatever its flags."""
-    check_surrogate("ppo", correction)
-    if correction.old == "current":
+    """A new session; ValueError for a correction that megatron/rl cannot honour, whatever its flags."""
+    asked = correction or RolloutCorrection()
+    check_surrogate("ppo", asked)
+    if asked.old == "current":
         raise ValueError(
             "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
             "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
         )
-    refuse_correction(correction, "host 'megatron-lm'", (*STATISTICS, "lag"), knows_lags=True)
-    if correction.old == "rollout":
-        correction.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
-        correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
+    refuse_correction(asked, "host 'megatron-lm'", (*STATISTICS, "lag"))
+    if asked.old == "rollout":
+        asked.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
+        asked.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
+    return Session(correction, lr_rule, head=head)
 
 
 def setup_model_and_optimizer(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,7 @@
 """The host megatron-training: programs that call `megatron.training.pretrain` with a forward_step of their own.
 
-What runs when, in a patched program:
-
-1. `get_optimizer_param_scheduler` returns a scheduler with the rule of the learning rate, before its checkpoint is
-   loaded.
-2. For every training step, `train_step` opens a `TrainingStep`.
-3. For every micro-batch, the program's own loss function calls `correct_micro_batch`, which answers with weights and
-   mask and gives metrics and response lengths to the open step.
-4. When the optimizer is about to step, the open step is finished: metrics are pooled over all ranks and checked, and
-   the rule of the learning rate takes its step. After the optimizer the metrics join Megatron's log.
+Every training step of the host is a `TrainingStep`: `correct_micro_batch`, which the program's own loss function calls
+for every micro-batch, gives metrics and lengths to it, and it is finished when the optimizer is about to step.
 """
 
 from importlib import import_module
@@ -21,7 +14,7 @@ from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 if TYPE_CHECKING:
-    from megatron_rc.integrations.megatron_training.micro_batch import correct_micro_batch
+    from megatron_rc.integrations.megatron_training.step import correct_micro_batch
 
 __all__ = ["HOST", "correct_micro_batch", "host"]
 
@@ -37,21 +30,16 @@ _TRAIN_STEP = (
 def host(version: str | None) -> Host:
     """The host, with the signatures of this version of megatron-core, or of the newest known one if it is unknown."""
     short = versions.is_release(version, versions.SHORT_TRAIN_STEP)
+    step = Symbol(MODULE, "train_step",
+        _TRAIN_STEP if short else f"{_TRAIN_STEP}, pg_collection=None, p2p_communicator=None",
+        replaced_by(STEP, "train_step"),
+        "pools the metrics of correct_micro_batch into the log, and steps the rule of the learning rate before the "
+        "optimizer")  # fmt: skip
     return Host(
         name=NAME,
         summary="your own program around `megatron.training.pretrain`",
         module=MODULE,
-        symbols=(
-            ATTACHES_RULE,
-            Symbol(
-                MODULE,
-                "train_step",
-                _TRAIN_STEP if short else f"{_TRAIN_STEP}, pg_collection=None, p2p_communicator=None",
-                replaced_by(STEP, "train_step"),
-                "pools the metrics of correct_micro_batch into the log, and steps the rule of the learning rate before "
-                "the optimizer",
-            ),
-        ),
+        symbols=(ATTACHES_RULE, step),
         versions=versions.MEGATRON_TRAINING,
         read_version=versions.megatron_core_version,
         prepare=lambda correction, lr_rule: import_module(STEP).prepare(correction, lr_rule),
@@ -72,5 +60,5 @@ HOST = host(versions.megatron_core_version())
 def __getattr__(name: str) -> Any:
     # doctor reads this table without torch
     if name == "correct_micro_batch":
-        return import_module(f"{__name__}.micro_batch").correct_micro_batch
+        return import_module(STEP).correct_micro_batch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

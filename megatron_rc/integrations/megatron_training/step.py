@@ -1,4 +1,4 @@
-"""One training step of Megatron: statistics that its loss functions record, pooled before the optimizer steps."""
+"""One training step of Megatron: what its loss functions pass to correct_micro_batch, pooled before the optimizer."""
 
 import inspect
 import math
@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
-from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.installed import session_of
+from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.parallel import Parallel, parallel
 from megatron_rc.integrations.scheduler_rule import HoldsRule
@@ -40,13 +44,8 @@ class PatchState(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> PatchState:
-    """The state of a new patch; ValueError as `refuse_settings`."""
-    refuse_settings(correction or RolloutCorrection())
-    return PatchState(correction or RolloutCorrection(), lr_rule)
-
-
-def refuse_settings(correction: RolloutCorrection) -> None:
-    """Refuse a correction that a loss function of one micro-batch cannot honour."""
+    """The state of a new patch; ValueError for a correction that a loss function of one micro-batch cannot honour."""
+    correction = correction or RolloutCorrection()
     refuse_correction(correction, "host 'megatron-training'")
     if correction.normalize == "batch":
         raise ValueError(
@@ -57,6 +56,7 @@ def refuse_settings(correction: RolloutCorrection) -> None:
             "old must be 'recompute' or 'current' with a weight and host 'megatron-training', whose loss is yours: PPO "
             "on current / mu would count the ratio twice; for REINFORCE pass current.detach() as train_logprobs"
         )
+    return PatchState(correction, lr_rule)
 
 
 class _Report(NamedTuple):
@@ -83,26 +83,18 @@ class TrainingStep:
     def forget(self) -> None:
         """Start again, as if no micro-batch had been taken."""
         self._sums = MetricSums()
-        self._micro_batches = 0
-        self._new_rollouts = 0
-        self._responses: list[Tensor] = []
+        self._counts = torch.zeros(6, dtype=torch.float64, device=emulation.device())
 
     def take(
         self, metrics: MetricSums, response_lengths: Tensor | None, truncated: Tensor | None, new_rollout: bool
     ) -> None:
         """Keep what the loss function of one micro-batch passes to `correct_micro_batch`."""
         self._sums.merge(metrics)
-        self._micro_batches += 1
-        self._new_rollouts += new_rollout
-        self._responses.append(torch.cat([_total_and_count(response_lengths), _total_and_count(truncated)]))
+        taken = self._counts.new_tensor([1, new_rollout])
+        self._counts += torch.cat([_total_and_count(response_lengths), _total_and_count(truncated), taken])
 
     def finish(self) -> None:
-        """Pool, check, log, and begin the next rollout of the rule of the learning rate.
-
-        Raises:
-            ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
-                alike, before the optimizer steps.
-        """
+        """Pool, check, log, and begin the next rollout of the rule; ValueError on every rank alike."""
         ranks = parallel()
         report = _from_last_stage(self._pool(ranks) if ranks.last_stage else None, ranks.pp_group)
         if report.problem is not None:
@@ -117,17 +109,13 @@ class TrainingStep:
         if report.new_rollout:
             state.attached.begin(report.signals)
         elif rule.rollouts == 0:
-            needed = "correct_micro_batch(new_rollout=True) in the first step of a rollout"
-            raise ValueError(f"lr_rule needs {needed}")
+            raise ValueError("lr_rule needs correct_micro_batch(new_rollout=True) in the first step of a rollout")
         self._log(rule.metrics())
 
     def _pool(self, ranks: Parallel) -> _Report:
         """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
         group = ranks.dp_cp_group
-        nothing = torch.zeros(4, dtype=torch.float64, device=emulation.device())
-        responses = torch.stack([nothing, *self._responses]).sum(0)
-        counts = responses.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
-        shared = torch.cat([responses, counts])
+        shared = torch.cat([self._counts, self._counts[4:5].clamp(max=1)])
         dist.all_reduce(shared, group=group)
         total, measured, truncated, judged, micro_batches, new_rollouts, reporting = shared.tolist()
         if not micro_batches:
@@ -143,15 +131,73 @@ class TrainingStep:
         warn(self._state.lost_batch.see(values, self._state.correction), group, ranks.tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
-        signals = mismatch_signals(values, self._state.correction)
-        return _Report(
-            new_rollout=new_rollouts > 0, signals=signals._replace(length=mean_length, truncated_share=share)
-        )
+        signals = mismatch_signals(values, self._state.correction)._replace(length=mean_length, truncated_share=share)
+        return _Report(new_rollout=new_rollouts > 0, signals=signals)
 
     def _log(self, values: Mapping[str, float]) -> None:
-        device = emulation.device()
-        known = {name: value for name, value in values.items() if not math.isnan(value)}
-        self.logged |= {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in known.items()}
+        options: dict[str, Any] = {"dtype": torch.float32, "device": emulation.device()}
+        self.logged |= {name: torch.tensor(value, **options) for name, value in measured(values).items()}
+
+
+def correct_micro_batch(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    num_segments: int | None = None,
+    advantages: Tensor | None = None,
+    mean_k3: Tensor | None = None,
+    response_lengths: Tensor | None = None,
+    truncated: Tensor | None = None,
+    new_rollout: bool = True,
+    backend: str = "auto",
+) -> Corrected:
+    """`correct` for the loss function of a forward_step: with the correction of `patch("megatron-training")`.
+
+    Inside a training step, metrics and response lengths are kept. After the last micro-batch and before the optimizer
+    step they are pooled over micro-batches and data-parallel ranks; the length decay advances by one rollout, and the
+    metrics join Megatron's log. Without the patch nothing is kept, and the correction is "none": all weights are 1.
+
+    Args:
+        train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, segment_ids, num_segments, advantages, backend: as in
+            `correct`; under context parallelism this rank's slice.
+        mean_k3: as in `Extras`; required by the gate "standardized", for which the metric mean_k3 of an earlier
+            rollout may serve.
+        response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
+            None: the loss tokens of this batch.
+        truncated: [S], bool, whether each of those responses was cut off at the length limit; it lets the length decay
+            see a surge into that limit.
+        new_rollout: False in the second and later optimizer steps of one rollout, whose lengths are known already.
+
+    Returns:
+        Corrected. Its metrics are those of the micro-batch.
+
+    Raises:
+        ValueError: as `correct`; the gate "standardized" without mean_k3.
+    """
+    state = session_of(NAME)
+    correction = state.correction if state else RolloutCorrection()
+    if mean_k3 is None:
+        correction.check_one_micro_batch("correct_micro_batch")
+    split = parallel_state.get_context_parallel_world_size() > 1
+    corrected = correct(
+        train_logprobs,
+        rollout_logprobs,
+        loss_mask,
+        correction=correction,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        advantages=advantages,
+        extras=Extras(mean_k3=mean_k3),
+        cp_group=parallel_state.get_context_parallel_group() if split else None,
+        backend=backend,
+    )
+    if state is not None and state.step is not None:
+        state.step.take(corrected.metrics, response_lengths, truncated, new_rollout)
+    return corrected
 
 
 def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any) -> Any:
@@ -163,8 +209,7 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        (captured,) = RULES
-        raise ValueError(captured.refusal(captured.problem))
+        raise ValueError(RULES[0].refusal(RULES[0].problem))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)
 
@@ -191,9 +236,7 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
 
 def _total_and_count(values: Tensor | None) -> Tensor:
     """[2] fp64; zeros for None."""
-    if values is None:
-        return torch.zeros(2, dtype=torch.float64, device=emulation.device())
-    exact = values.to(emulation.device(), torch.float64)
+    exact = (torch.zeros(0) if values is None else values).to(emulation.device(), torch.float64)
     return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
 
 

@@ -1,12 +1,7 @@
 """The host ms-swift: GRPO of its Megatron trainer, corrected in every training process by a plugin of two lines.
 
 `--external_plugins` runs a file in every process before the trainer is made; there `patch("ms-swift", ...)` replaces
-
-1. `_init_rollout_engine`, which refuses what cannot be honoured and switches the host's weights on;
-2. `_compute_rollout_offpolicy_metrics`, which the loss calls with both log-probs of a micro-batch: it corrects it;
-3. `_apply_rollout_importance_sampling`, whose weights the host multiplies into its loss.
-
-docs/hosts/ms_swift.md has the recipe.
+`SYMBOLS`. docs/hosts/ms_swift.md has the recipe.
 """
 
 from dataclasses import replace

@@ -70,8 +70,7 @@ def offpolicy_metrics(
     """The host's metrics, and ours; all tensors are [B, T], nats, with whole sequences on every rank."""
     from megatron.core import parallel_state
 
-    corrected = correct(train, rollout, mask, correction=session.correction)
-    session.corrected = corrected
+    corrected = session.corrected = correct(train, rollout, mask, correction=session.correction)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     values = corrected.metrics.all_reduce(group).values()
     warn(session.lost_batch.see(values, session.correction), group)

@@ -1,15 +1,9 @@
 """The host nemo-rl: GRPO of NVIDIA-NeMo/RL, corrected on the process that runs the script.
 
-What runs where, in a patched run of examples/run_grpo.py:
-
-1. `setup` refuses configurations that cannot be honoured, and has the policy built with our `train`, through the
-   host's own parameter policy_factory.
-2. Before every update, `train` corrects the whole rollout, which this process holds: the weights go into the
-   advantages, which the host shards over its workers.
-3. With a learning rate by length or mismatch, the workers are `worker.MegatronPolicyWorker`, which has the rule on
-   Megatron's scheduler; `train` tells them what the rollout says about the step size.
-
-docs/hosts/nemo_rl.md has the recipe. A run without a rule of the learning rate needs this package on no worker.
+`driver` has the policy built with our `train`, through the host's own parameter policy_factory: before every update it
+corrects the whole rollout, which this process holds, by its advantages, which the host shards over its workers. With a
+rule of the learning rate, `worker` has it on Megatron's scheduler; without one, no worker needs this package.
+docs/hosts/nemo_rl.md has the recipe.
 """
 
 from functools import partial

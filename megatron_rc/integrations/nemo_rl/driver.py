@@ -1,11 +1,9 @@
 """The process that runs the script of NeMo-RL: a rollout is corrected as a whole, before its update."""
 
 import copy
+import inspect
 import logging
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from megatron_rc import schema
 from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.flag_rules import value_at
-from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings, refuse
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
@@ -27,31 +25,20 @@ COMPARED = 8
 LOGPROBS = ("prev_logprobs", "generation_logprobs")
 
 
-def setup(
-    original: Function,
-    session: Session,
-    master_config: Any,
-    tokenizer: Any,
-    dataset: Any,
-    val_dataset: Any,
-    processor: Any = None,
-    policy_factory: Callable[..., Any] | None = None,
-) -> Any:
-    """The host's function, whose policy corrects its rollouts.
-
-    Raises:
-        ValueError: the configuration cannot be honoured, or another policy_factory is given.
-    """
+def setup(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, whose policy corrects its rollouts; ValueError for what cannot be honoured."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    master_config = call.arguments["master_config"]
     refuse(session, master_config)
-    if policy_factory is not None:
+    if call.arguments.get("policy_factory") is not None:
         raise ValueError("policy_factory must be None in a patched run, which passes its own")
     session.used = True
     weighted = session.correction is not None and value_at(master_config, "loss_fn.use_importance_sampling_correction")
     own = "; the host's own importance weight is taken off the loss" * bool(weighted)
     rule = "" if session.lr_rule is None else f", {session.lr_rule}"
     print(f"megatron_rc is on in this run of NeMo-RL: {session.correction}{rule}{own}", flush=True)
-    factory = partial(make_policy, session)
-    return original(master_config, tokenizer, dataset, val_dataset, processor=processor, policy_factory=factory)
+    call.arguments["policy_factory"] = partial(make_policy, session)
+    return original(*call.args, **call.kwargs)
 
 
 def make_policy(session: Session, **kwargs: Any) -> Any:
@@ -67,29 +54,19 @@ def make_policy(session: Session, **kwargs: Any) -> Any:
         rule = settings_of(session.lr_rule, "to other processes")
         kwargs["config"][KEY] = schema.to_dict(WorkerSettings(lr_rule=rule))
         kwargs["worker_extension_cls_fqn"] = WORKER
-    policy = _corrected(Policy)(**kwargs)
-    policy.megatron_rc = session
-    return policy
 
-
-@lru_cache
-def _corrected(base: Any) -> type:
-    """A subclass of the host's Policy that corrects what it trains on."""
-
-    class CorrectedPolicy(base):
-        megatron_rc: Session
+    class CorrectedPolicy(Policy):
+        megatron_rc = session
 
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
             if eval_mode:
                 return super().train(data, loss_fn, eval_mode=True, **kwargs)
             return corrected_train(super().train, self.megatron_rc, self, data, loss_fn, **kwargs)
 
-    return CorrectedPolicy
+    return CorrectedPolicy(**kwargs)
 
 
-def corrected_train(
-    original: Function, session: Session, policy: Any, data: Any, loss_fn: Any, **kwargs: Any
-) -> dict[str, Any]:
+def corrected_train(original: Function, session: Session, policy: Any, data: Any, loss_fn: Any, **kwargs: Any) -> Any:
     """Policy.train on a corrected rollout, with metrics of the correction and of the learning rate.
 
     A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips and
@@ -101,9 +78,6 @@ def corrected_train(
             token t, and column 0 is never trained on.
         loss_fn: the host's ClippedPGLossFn.
 
-    Returns:
-        the host's results; all_mb_metrics has one more list of one value for each of our metrics.
-
     Raises:
         ValueError: the data lack what is needed, too many log-probs are corrupt, or k3 is above max_k3.
     """
@@ -111,7 +85,8 @@ def corrected_train(
     answered = lengths[lengths > 0]
     signals = Signals(length=answered.double().mean().item() if len(answered) else None)
     log: dict[str, float] = {}
-    with _given_back(data):
+    own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
+    try:
         if session.correction is not None:
             values = _correct(session, data)
             log |= prefixed(worth_logging(values))
@@ -125,6 +100,9 @@ def corrected_train(
         if session.lr_rule is not None:
             log |= policy.run_all_workers_single_data("begin_rollout", signals._asdict())[0]
         results: dict[str, Any] = original(data, loss_fn, **kwargs)
+    finally:
+        # the host logs them
+        data.update(own)
     # the host sums each list
     results["all_mb_metrics"].update({name: [value] for name, value in log.items()})
     return results
@@ -152,9 +130,7 @@ def _correct(session: Session, data: Any) -> dict[str, float]:
         both = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0))
         for name in LOGPROBS:
             data[name] = torch.where(corrupt, both.to(data[name].dtype), data[name])
-    return {
-        name: float(value) for name, value in values.items() if isinstance(value, int | float) and not math.isnan(value)
-    }
+    return measured(values)
 
 
 def _compare(loss_fn: Any, data: Any) -> None:
@@ -176,13 +152,3 @@ def _compare(loss_fn: Any, data: Any) -> None:
             f"the loss of this NeMo-RL, {type(loss_fn).__name__}, is not proportional to its advantages, which take "
             f"the weights: {none:.6g} for none, {ones:.6g} for them and {twos:.6g} for twice them; nothing was updated"
         )
-
-
-@contextmanager
-def _given_back(data: Any) -> Iterator[None]:
-    """Within this block ``data`` may change; after it the host, which logs it, has its own tensors back."""
-    own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
-    try:
-        yield
-    finally:
-        data.update(own)

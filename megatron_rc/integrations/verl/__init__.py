@@ -1,15 +1,9 @@
 """The host verl, on Megatron and FSDP: patched in each of its Ray processes by the entry point verl.plugins.
 
-What runs where, with MEGATRON_RC_CONFIG set:
-
-1. Every process that imports verl loads `plugin`, which patches what the process imports later.
-2. The process of the program refuses configurations that cannot be honoured (`validate_config` in main_ppo, and
-   `get_ppo_ray_runtime_env`, which hands the settings on to all Ray processes, in every program).
-3. The trainer process corrects a whole rollout before its advantages (`compute_rollout_correction_and_add_to_batch`).
-4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
-   `vocab_parallel_logprobs` or `head: linear` they compute log-probs and entropy, too.
-
-docs/hosts/verl.md has the recipe. `dump`, a hook of its own, needs none of it.
+With MEGATRON_RC_CONFIG set, `plugin` patches what a process imports after verl. `SYMBOLS` are in the order of a run.
+The process of the program refuses (`refusals`), and the trainer process corrects a whole rollout before its advantages
+(`driver`). The workers compute the loss, the learning rate and, if asked, log-probs and entropy. docs/hosts/verl.md has
+the recipe. `dump`, a hook of its own, needs none of it.
 """
 
 from operator import attrgetter
@@ -29,11 +23,8 @@ V1, V0 = "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
 def _version() -> str | None:
     """The release that verl states in its own folder."""
     found = find_module("verl")
-    for folder in found.submodule_search_locations or () if found else ():
-        file = Path(folder, "version/version")
-        if file.is_file():
-            return file.read_text(encoding="utf-8").strip()
-    return None
+    file = Path(found.origin).parent / "version/version" if found and found.origin else None
+    return file.read_text(encoding="utf-8").strip() if file and file.is_file() else None
 
 
 def _without_logits(session: Any) -> bool:
@@ -48,27 +39,22 @@ SYMBOLS = (
         replaced_by(f"{OURS}.refusals", "get_ppo_ray_runtime_env"),
         "refuses the same in every program, and hands the settings on to every Ray process of the run"),
     Symbol("verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch",
-        "batch, rollout_corr_config",
-        replaced_by(f"{OURS}.driver", "correct_rollout"),
-        "corrects the whole rollout once, on the trainer process",
-        when=attrgetter("corrects")),
+        "batch, rollout_corr_config", replaced_by(f"{OURS}.driver", "correct_rollout"),
+        "corrects the whole rollout once, on the trainer process", when=attrgetter("corrects")),
     Symbol("verl.trainer.ppo.rollout_corr_helper", "apply_bypass_mode",
-        "batch, rollout_corr_config=None, policy_loss_config=None",
-        replaced_by(f"{OURS}.driver", "apply_bypass_mode"),
+        "batch, rollout_corr_config=None, policy_loss_config=None", replaced_by(f"{OURS}.driver", "apply_bypass_mode"),
         "refuses, before the first update, a bypass that would leave the rollout uncorrected",
         when=attrgetter("corrects")),
     Symbol("verl.trainer.ppo.core_algos", "get_policy_loss_fn", "name",
         replaced_by(f"{OURS}.policy_loss", "get_policy_loss_fn"),
-        "knows loss_mode=megatron_rc",
-        when=attrgetter("corrects")),
+        "knows loss_mode=megatron_rc", when=attrgetter("corrects")),
     Symbol(V1, "PPOTrainer._update_actor", "self, batch, metrics",
         replaced_by(f"{OURS}.driver", "update_actor_v1"),
         "takes rejected tokens out of the update for denominator kept; proves that the workers step the learning rate",
         when=attrgetter("watches_update")),
     Symbol(V0, "RayPPOTrainer._update_actor", "self, batch",
         replaced_by(f"{OURS}.driver", "update_actor_v0"),
-        "the same for trainer.use_v1=False",
-        when=attrgetter("watches_update")),
+        "the same for trainer.use_v1=False", when=attrgetter("watches_update")),
     Symbol("verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "self, data",
         replaced_by(f"{OURS}.worker", "train_mini_batch"),
         "steps the rule of the learning rate before an update; pools the metrics of the loss after it",
@@ -85,20 +71,17 @@ SYMBOLS = (
         when=attrgetter("settings.vocab_parallel_logprobs")),
     Symbol("verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
         replaced_by(f"{OURS}.logprobs", "enable_fused_kernels"),
-        "refuses models and settings whose log-probs would not come from the fused head",
-        when=_without_logits),
+        "refuses models and settings whose log-probs would not come from the fused head", when=_without_logits),
     Symbol(FUSED, "fused_output_processor",
         "*, hidden_states, output_layer, output_weight, labels, context, config, **_ignored",
-        replaced_by(f"{OURS}.logprobs", "fused_output_processor"),
-        "computes log-probs and entropy of hidden states, a chunk of tokens at a time",
-        when=_without_logits),
+        replaced_by(f"{OURS}.logprobs", "with_our_head"),
+        "computes log-probs and entropy of hidden states, a chunk of tokens at a time", when=_without_logits),
     Symbol(FUSED, "_fused_GPTModel_forward",
         "model, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
         "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
         "loss_mask=None, temperature=1.0, padding_mask=None, **kwargs",
-        replaced_by(f"{OURS}.logprobs", "fused_forward"),
-        "the same for a GPTModel without an output processor",
-        when=_without_logits),
+        replaced_by(f"{OURS}.logprobs", "with_our_head"),
+        "the same for a GPTModel without an output processor", when=_without_logits),
 )  # fmt: skip
 
 HOST = Host(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from megatron_rc.correction.correct import correct
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
+from megatron_rc.correction.rejection import Rejection
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.weight import Weight
+from megatron_rc.integrations.log_names import PREFIX, measured, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.integrations.verl.panels import panels_of_verl
 from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
 from megatron_rc.learning_rate import scale
@@ -33,15 +36,11 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     Turns are the runs of verl's response_mask, in which tool output is 0; padding has none.
 
     Args:
-        batch: verl's DataProto with old_log_probs, rollout_log_probs, response_mask, each [B, R], before advantages.
+        batch: verl's DataProto with old_log_probs, rollout_log_probs, response_mask, each [B, R], before advantages; it
+            gets rollout_is_weights [B, R] fp32 if the correction has a weight or a rejection.
         rollout_corr_config: algorithm.rollout_correction.
 
-    Returns:
-        (batch, metrics): the batch has rollout_is_weights [B, R] fp32 if the correction has a weight or a rejection.
-
-    Raises:
-        ValueError: verl corrects too; more than max_nonfinite_share of the log-probs are corrupt, or k3 is above
-            max_k3.
+    Raises ValueError if verl corrects too, and as `checked_metrics`.
     """
     refuse_rollout_correction(state, rollout_corr_config)
     data = batch.batch
@@ -57,6 +56,55 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     return batch, {**panels, **checked_metrics(state, corrected.metrics)}
 
 
+def panels_of_verl(
+    original: Function, correction: RolloutCorrection, train: Tensor, rollout: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """What the host's function logs of the tokens with two finite log-probs; empty where there are none.
+
+    Its weights and masks are thrown away. ``train`` and ``rollout`` are [B, R] nats, ``mask`` is verl's response_mask.
+    """
+    finite = train.isfinite() & rollout.isfinite()
+    counted = mask * finite
+    rows = counted.any(-1)  # verl would count a row of padding as a response
+    if not rows.any():
+        return {}
+    given = {"old_log_probs": torch.where(finite, train, 0), "rollout_log_probs": torch.where(finite, rollout, 0)}
+    given["response_mask"] = counted
+    apart = SimpleNamespace(batch={name: values[rows] for name, values in given.items()})
+    apart.union = lambda weights: apart
+    metrics: dict[str, float] = original(apart, settings_of_verl(correction))[1]
+    return metrics
+
+
+def settings_of_verl(correction: RolloutCorrection) -> dict[str, Any]:
+    """algorithm.rollout_correction of verl with the weight and the gates of a correction, where verl has them."""
+    settings: dict[str, Any] = {}
+    weight = correction.weight
+    if weight and weight == Weight(weight.level, weight.mode, weight.lower, weight.upper):
+        bounds = [weight.upper] if weight.mode == "truncate" else [weight.lower, weight.upper]
+        of_verl = weight.level in ("token", "sequence") and weight.mode != "clip"
+        if of_verl and all(isinstance(bound, int | float) and bound > 0 for bound in bounds):
+            settings["rollout_is"] = weight.level
+            settings["rollout_is_threshold"] = bounds[0] if len(bounds) == 1 else "{}_{}".format(*bounds)
+            settings["rollout_is_batch_normalize"] = correction.normalize == "batch"
+    gates = dict(filter(None, map(_rejection_of, correction.reject)))
+    if gates:
+        settings["rollout_rs"], settings["rollout_rs_threshold"] = map(",".join, (gates, gates.values()))
+    return settings
+
+
+def _rejection_of(gate: Rejection) -> tuple[str, str] | None:
+    """Kind and threshold; None for one that verl does not have. Its k1 is that of mu / pi."""
+    lower, upper, unit = gate.lower, gate.upper, "token" if gate.level == "token" else f"seq_{gate.reduce}"
+    if gate.when != "always" or gate.level == "segment" or upper is None or not 0 < upper < math.inf:
+        return None
+    if gate.statistic == "ratio" and lower and unit in ("token", "seq_sum", "seq_mean"):
+        return f"{unit}_k1", f"{1 / upper}_{1 / lower}"
+    if gate.statistic in ("k2", "k3") and lower is None and unit != "seq_min":
+        return f"{unit}_{gate.statistic}", str(upper)
+    return None
+
+
 def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
     """The host's function, which hands log mu over as old log-probs; with other settings nothing would correct."""
     refuse_bypass(state, True)
@@ -64,16 +112,11 @@ def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs
 
 
 def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[str, float]:
-    """Metrics for verl's log, pooled; warns of a correction that drops most of a rollout.
-
-    Raises:
-        ValueError: too much is corrupt, or k3 is too large.
-    """
+    """Metrics for verl's log; ValueError above max_nonfinite_share or max_k3, and a warning where most is dropped."""
     sums.check(state.settings.max_nonfinite_share, state.correction.max_k3)
     values = sums.values()
     warn(state.lost_batch.see(values, state.correction), *groups)
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    known = {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+    known = measured(values)
     return {**names_of_verl(known), **prefixed(worth_logging(known))}
 
 

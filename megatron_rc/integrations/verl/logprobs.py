@@ -1,8 +1,7 @@
 """The Megatron workers of verl: log-probs and entropy of sharded logits, or of hidden states, with one collective.
 
-verl's fused kernel computes them in two functions, one for a GPTModel with an output processor and one for older ones.
-Both gather the rows of sequence parallelism, call `linear_cross_entropy` and pack its results. Here both run as they
-are, but for these two calls.
+verl's fused kernel computes them in two functions, which gather the rows of sequence parallelism, call
+`linear_cross_entropy` and pack its results. Here both run as they are, but for these two calls.
 """
 
 from functools import partial
@@ -10,7 +9,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.integrations.symbols import Function
@@ -26,15 +24,7 @@ _NEED_THE_SOFTMAX = ("calculate_sum_pi_squared", "distillation_use_topk", "disti
 
 
 def lm_head_logits_processor(
-    original: Function,
-    state: VerlPatch,
-    engine: Any,
-    logits: Tensor,
-    label: Tensor,
-    temperature: Tensor,
-    *,
-    calculate_entropy: bool,
-    **asked: Any,
+    original: Function, state: VerlPatch, engine: Any, logits: Tensor, label: Tensor, temperature: Tensor, **asked: Any
 ) -> dict[str, Tensor]:
     """MegatronEngineWithLMHead._lm_head_logits_processor: log-probs, and the entropy where verl asks for it.
 
@@ -46,9 +36,6 @@ def lm_head_logits_processor(
         logits: [B, T, V_local], before temperature.
         label: [B, T] int64, global ids.
         temperature: [B, T] fp32; rows of padding may have 0.
-
-    Raises:
-        ValueError: verl asks for what needs the softmax over all ids: sums of squares, or distillation.
     """
     wanted = [name for name in _NEED_THE_SOFTMAX if asked[name]]
     if wanted:
@@ -58,24 +45,16 @@ def lm_head_logits_processor(
         )
     from megatron.core import parallel_state
 
+    tp = parallel_state.get_tensor_model_parallel_group()
+    divisor = torch.where(temperature > 0, temperature, 1).float()
     found = vocab_parallel_logprobs(
-        logits,
-        label,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        temperature=torch.where(temperature > 0, temperature, 1).float(),
-        with_entropy=calculate_entropy,
-        inplace_backward=True,
+        logits, label, tp_group=tp, temperature=divisor, with_entropy=asked["calculate_entropy"], inplace_backward=True
     )
-    names = ("log_probs", "entropy")
-    return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=False))
+    return dict(zip(("log_probs", "entropy"), found if isinstance(found, tuple) else (found,), strict=False))
 
 
 def enable_fused_kernels(original: Function, state: VerlPatch, engine: Any) -> Any:
-    """MegatronEngine._maybe_enable_fused_kernels, after which log-probs must come from the fused head.
-
-    Raises:
-        ValueError: verl has left fused kernels off, or the logits of the model are not hidden @ weight^T alone.
-    """
+    """MegatronEngine._maybe_enable_fused_kernels; ValueError where log-probs then are not of the fused head."""
     answer = original(engine)
     if engine.is_value_model:
         return answer
@@ -94,40 +73,26 @@ def enable_fused_kernels(original: Function, state: VerlPatch, engine: Any) -> A
     return answer
 
 
-def fused_output_processor(original: FunctionType, state: VerlPatch, *, config: Any, **kwargs: Any) -> Any:
-    """The host's function for a GPTModel that takes an output processor."""
-    return _with_our_head(original, config.sequence_parallel)(config=config, **kwargs)
-
-
-def fused_forward(original: FunctionType, state: VerlPatch, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's function that replaces the forward of an older GPTModel."""
-    return _with_our_head(original, model.config.sequence_parallel)(model, *args, **kwargs)
-
-
-def _with_our_head(original: FunctionType, sequence_parallel: bool) -> Function:
-    """A copy of the host's function in which two names refer to our functions.
+def with_our_head(original: FunctionType, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
+    """The host's output processor, or its forward of an older GPTModel, in which two names refer to our functions.
 
     The backward of the host's gather adds up the gradients of hidden states, which its kernel leaves to each rank.
     `linear_logprobs` gathers and adds up by itself.
     """
-    names = {_KERNEL: partial(_linear_cross_entropy, sequence_parallel), _GATHER: lambda hidden: hidden}
+    model = args[0] if args else kwargs.get("model")
+    config = kwargs["config"] if model is None else model.config
+    names = {_KERNEL: partial(_linear_cross_entropy, config.sequence_parallel), _GATHER: lambda hidden: hidden}
     missing = [name for name in names if name not in original.__code__.co_names]
     if missing:
         raise ValueError(f"{original.__name__} of verl must call {missing[0]}, which head: linear replaces")
     known = {**original.__globals__, **names}
     copy = FunctionType(original.__code__, known, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__
-    return copy
+    return copy(*args, **kwargs)
 
 
 def _linear_cross_entropy(
-    sequence_parallel: bool,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    reduction: str,
-    tp_group: dist.ProcessGroup,
+    split_rows: bool, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, reduction: str, tp_group: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(label) and the entropy of pi, fp32 in nats, [N] each.
 
@@ -141,15 +106,6 @@ def _linear_cross_entropy(
             f"hidden must be [N, 1, H] and labels [1, N], one packed row, got {tuple(hidden.shape)} and "
             f"{tuple(labels.shape)}"
         )
-    return linear_logprobs(
-        hidden.squeeze(1),
-        weight,
-        labels.squeeze(0),
-        head=HeadInputs(
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            temperature=temperature,
-            logits_dtype=torch.float32 if hidden.dtype.itemsize < 4 else None,
-        ),
-        with_entropy=True,
-    )
+    wider = torch.float32 if hidden.dtype.itemsize < 4 else None
+    head = HeadInputs(tp_group=tp_group, sequence_parallel=split_rows, temperature=temperature, logits_dtype=wider)
+    return linear_logprobs(hidden.squeeze(1), weight, labels.squeeze(0), head=head, with_entropy=True)

@@ -1,7 +1,6 @@
 """The entry point verl.plugins: importing this module patches this process of verl, if MEGATRON_RC_CONFIG is set.
 
-verl imports it at the end of `import verl`, in every process, and logs a failure at level DEBUG only. A run that was
-meant to be corrected must not go on without it, so a failure ends the process.
+verl imports it at the end of `import verl`, in every process.
 """
 
 import os
@@ -14,8 +13,8 @@ VARIABLE = "MEGATRON_RC_CONFIG"
 def register() -> None:
     """Patch verl with the settings of MEGATRON_RC_CONFIG; nothing happens without it, or a second time.
 
-    Raises:
-        SystemExit: the settings cannot be read or honoured, or this verl has other functions.
+    Raises SystemExit where the settings cannot be read or honoured, or this verl has other functions: a run that was
+    meant to be corrected must not go on without it.
     """
     text = os.environ.get(VARIABLE)
     if not text:
@@ -23,9 +22,8 @@ def register() -> None:
     try:
         patch_verl(text)
     except Exception as error:
-        # verl catches every Exception of a plugin and goes on
-        sentence = f"megatron_rc: {VARIABLE} is set, but verl is not patched: {error}"
-        print(sentence, file=sys.stderr, flush=True)
+        # verl catches every Exception of a plugin, logs it at level DEBUG and goes on
+        print(f"megatron_rc: {VARIABLE} is set, but verl is not patched: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 

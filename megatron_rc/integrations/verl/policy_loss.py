@@ -1,5 +1,6 @@
 """loss_mode=megatron_rc: a loss of verl with the weights of the correction, or corrected in the worker itself."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import LOSS_MODE, MODULES, PLUGIN, VARIABLE, VerlPatch
 
 Answer = tuple[Tensor, dict[str, Any]]
+Loss = Callable[["Given"], Answer]
 
 
 class Given(NamedTuple):
@@ -24,11 +26,6 @@ class Given(NamedTuple):
     config: Any = None
     rollout_is_weights: Tensor | None = None
 
-    def to(self, inner: Function, **changes: Any) -> Answer:
-        """(loss, metrics) of a policy loss of verl."""
-        loss, metrics = inner(**{**self._asdict(), **changes})
-        return loss, metrics
-
 
 def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
     """The host's function, which also knows loss_mode=megatron_rc."""
@@ -39,35 +36,31 @@ def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
     return lambda *args, **kwargs: corrected(state, inner, Given(*args, **kwargs))
 
 
-def _compared(state: VerlPatch, inner: Function, **given: Any) -> Answer:
-    """`inner`, which must give L, L and 2 L for no weights, ones and twos on the first batch that has weights."""
-    weights = given["rollout_is_weights"]
+def _compared(state: VerlPatch, inner: Function, given: Given) -> Answer:
+    """(loss, metrics) of `inner`: L, L and 2 L for no weights, ones and twos on the first batch that has weights."""
+    weights = given.rollout_is_weights
     if weights is not None and not state.compared:
         state.compared = True
-        frozen = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+        frozen = Given._make(value.detach() if isinstance(value, Tensor) else value for value in given)
         device = weights.device
         losses = []
         for factor in (None, 1.0, 2.0):
             # some losses of verl draw tokens at random
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 constant = None if factor is None else torch.full_like(weights, factor)
-                losses.append(inner(**{**frozen, "rollout_is_weights": constant})[0])
+                losses.append(inner(**frozen._replace(rollout_is_weights=constant)._asdict())[0])
         plain, ones, twos = losses
         if not torch.allclose(torch.stack([plain, 2 * plain]), torch.stack([ones, twos]), 0, 0, equal_nan=True):
             raise ValueError(
                 f"loss_mode {state.settings.inner!r} of this verl does not multiply rollout_is_weights into its loss: "
                 f"{plain:.6g} without weights, {ones:.6g} with ones and {twos:.6g} with twos; nothing was updated"
             )
-    loss, metrics = inner(**given)
+    loss, metrics = inner(**given._asdict())
     return loss, metrics
 
 
-def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> Answer:
-    """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing.
-
-    Raises:
-        ValueError: the correction acts, and the trainer process has not computed its weights.
-    """
+def corrected_by_the_driver(state: VerlPatch, inner: Loss, given: Given) -> Answer:
+    """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing."""
     weights = given.rollout_is_weights
     if weights is None:
         if state.acts:
@@ -75,12 +68,11 @@ def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> 
                 f"loss_mode={LOSS_MODE} has no weights: the trainer process of verl has not corrected the rollout. Set "
                 f"{VARIABLE} there too (and {MODULES}={PLUGIN}, where the package has no entry points)"
             )
-        return given.to(inner)
-    old, current = _finite(given.old_log_prob, given.log_prob, given.response_mask & (weights > 0))
-    return given.to(inner, old_log_prob=old, log_prob=current)
+        return inner(given)
+    return inner(_finite(given, given.response_mask & (weights > 0)))
 
 
-def corrected_by_the_worker(state: VerlPatch, inner: Function, given: Given) -> Answer:
+def corrected_by_the_worker(state: VerlPatch, inner: Loss, given: Given) -> Answer:
     """The loss on pi / mu itself, for old "rollout": verl's bypass_mode hands over log mu as old log-probs.
 
     Sequences are whole in a micro-batch, so every gate sees its unit whole, however verl cuts the batch. Rejected
@@ -92,16 +84,16 @@ def corrected_by_the_worker(state: VerlPatch, inner: Function, given: Given) -> 
     train, rollout, mask = given.log_prob.detach(), given.old_log_prob, given.response_mask
     corrected = correct(train, rollout, mask, correction=state.correction, advantages=given.advantages)
     state.sums = [state.sums[0].merge(corrected.metrics) if state.sums else corrected.metrics]
-    old, current = _finite(given.old_log_prob, given.log_prob, corrected.mask)
+    given = _finite(given, corrected.mask)
     if state.settings.surrogate == "ppo":
-        weights = corrected.weights if state.acts else None
-        return given.to(inner, old_log_prob=old, log_prob=current, rollout_is_weights=weights)
-    losses = -corrected.weights * given.advantages * current
+        return inner(given._replace(rollout_is_weights=corrected.weights if state.acts else None))
+    losses = -corrected.weights * given.advantages * given.log_prob
     loss = agg_loss(losses, given.response_mask, given.loss_agg_mode, **given.config.global_batch_info)
     return loss, {}
 
 
-def _finite(old: Tensor, current: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+def _finite(given: Given, counted: Tensor) -> Given:
     """Both log-probs with 0 where a token does not count and either is not finite: 0 times NaN is NaN."""
+    old, current = given.old_log_prob, given.log_prob
     sound = counted | (old.isfinite() & current.detach().isfinite())
-    return torch.where(sound, old, 0), torch.where(sound, current, 0)
+    return given._replace(old_log_prob=torch.where(sound, old, 0), log_prob=torch.where(sound, current, 0))

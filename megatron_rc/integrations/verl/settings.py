@@ -125,24 +125,13 @@ class VerlPatch(HoldsRule):
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> VerlPatch:
     """Make the state of a new patch; raises as `prepared`."""
     if head not in (LOGITS, LINEAR):
-        problem = "head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32"
-        raise ValueError(f"{problem}, got {head}")
+        raise ValueError(f"head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32, got {head}")
     rule = settings_of(lr_rule, "to other processes")
     return prepared(VerlSettings(correction=correction, head=head.head, lr_rule=rule))
 
 
 def prepared(settings: VerlSettings) -> VerlPatch:
-    """Make the state of a new patch with these settings.
-
-    Raises:
-        ValueError: verl cannot honour them, whatever its configuration.
-    """
-    refuse_settings(settings)
-    return VerlPatch(settings, settings.lr_rule)
-
-
-def refuse_settings(settings: VerlSettings) -> None:
-    """Refuse settings that verl cannot honour, whatever its configuration."""
+    """Make the state of a new patch; ValueError for settings that verl cannot honour, whatever its configuration."""
     correction = settings.correction or RolloutCorrection()
     refuse_correction(correction, "verl")
     two_policies, kept = correction.old == "rollout", settings.denominator == "kept"
@@ -172,3 +161,4 @@ def refuse_settings(settings: VerlSettings) -> None:
     ):  # fmt: skip
         if wrong:
             raise ValueError(sentence)
+    return VerlPatch(settings, settings.lr_rule)

@@ -18,18 +18,13 @@ from megatron_rc.training import emulation
 
 def build_lr_scheduler(original: Function, state: VerlPatch, engine: Any) -> Any:
     """MegatronEngine._build_lr_scheduler, with the rule on the actor's scheduler before a checkpoint is loaded."""
-    if engine.is_value_model:
-        return original(engine)
-    return get_optimizer_param_scheduler(original, state, engine)
+    return original(engine) if engine.is_value_model else get_optimizer_param_scheduler(original, state, engine)
 
 
 def train_mini_batch(original: Function, state: VerlPatch, worker: Any, data: Any) -> Any:
     """TrainingWorker.train_mini_batch: the rule steps before all mini-batches of a call, metrics follow after them.
 
     A call is one rollout, or the part of one that verl's asynchronous trainers update with at a time.
-
-    Raises:
-        ValueError: no scheduler of Megatron has the rule; the batch lacks what it needs; too much is corrupt.
     """
     if worker.config.model_type != "language_model":
         return original(worker, data)
@@ -65,8 +60,7 @@ def _signals(state: VerlPatch, data: Any, group: Any) -> Signals:
         raise ValueError("signal of lr_rule must be 'length': the workers of verl get no rollout_log_probs")
     train, rollout = (_padded(data[name]).float() for name in ("old_log_probs", "rollout_log_probs"))
     sums = correct(train, rollout, mask, correction=state.correction, dp_group=group).metrics.all_reduce(group)
-    measured = mismatch_signals(sums.values(), state.correction)
-    return measured._replace(length=signals.length)
+    return mismatch_signals(sums.values(), state.correction)._replace(length=signals.length)
 
 
 def _padded(values: Tensor) -> Tensor:
