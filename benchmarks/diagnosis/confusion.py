@@ -146,7 +146,8 @@ def main() -> None:
         write_small(options.folder / "dumps" / str(options.seeds[0]))
     if options.docs:
         seeds = len(options.seeds)
-        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))} --docs"
+        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))}"
+        command += " --server --docs" if options.server else " --docs"
         counted = f"{seeds} seed{'s' * (seeds != 1)}"
         page = TEMPLATE.read_text(encoding="utf-8").format(table=markdown(every), command=command, seeds=counted)
         (ROOT / "docs/rules/confusion.md").write_text(page)
