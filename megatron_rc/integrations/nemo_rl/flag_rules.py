@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.facts import Fact, quantized, rules_of, stated_by, with_experts
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
+from megatron_rc.models.hf_checkpoint import Checkpoint
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"

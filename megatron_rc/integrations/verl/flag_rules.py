@@ -4,9 +4,8 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.facts import Fact, quantized, rules_of, stated_by, with_experts
 from megatron_rc.integrations.flag_rules import FlagRule, refused
-from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
 from megatron_rc.integrations.verl import own_centering
 from megatron_rc.integrations.verl.refusals import (
     ACTOR,
