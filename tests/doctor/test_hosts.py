@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from refusals import run
 
-from megatron_rc.doctor.host.environment import ENVIRONMENT, PRESENCE, check_host, examine_hosts
-from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
+from megatron_rc.doctor.host.checks import PRESENCE, HostFacts, check_host, examine_hosts, read_hosts
 from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.python import ENVIRONMENT, Environment, read_environment
 from megatron_rc.doctor.registry import Finding, worst
 from megatron_rc.exit_status import ExitStatus
 from megatron_rc.integrations import symbols
@@ -201,7 +201,7 @@ def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], 
 
 def test_looking_at_hosts_imports_no_megatron() -> None:
     code = (
-        "import sys; from megatron_rc.doctor.host.environment import examine_hosts; examine_hosts([], [], None);"
+        "import sys; from megatron_rc.doctor.host.checks import examine_hosts; examine_hosts([], [], None);"
         "sys.exit(any(m.partition('.')[0] in ('megatron', 'transformer_engine') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
