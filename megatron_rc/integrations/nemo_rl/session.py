@@ -51,19 +51,15 @@ class Session:
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
-    """A new session; ValueError as `refuse_settings`."""
-    refuse_settings(correction or RolloutCorrection(), lr_rule)
-    return Session(correction, lr_rule)
-
-
-def refuse_settings(correction: RolloutCorrection, lr_rule: LRRule | None) -> None:
-    """Refuse settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
+    """A new session; ValueError for settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
     settings_of(lr_rule, "to other processes")
-    if correction.old != "recompute":
+    asked = correction or RolloutCorrection()
+    if asked.old != "recompute":
         raise ValueError(
-            f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
+            f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {asked.old!r}"
         )
-    refuse_correction(correction, "host 'nemo-rl'")
+    refuse_correction(asked, "host 'nemo-rl'")
+    return Session(correction, lr_rule)
 
 
 def refuse(session: Session, config: Any) -> None:

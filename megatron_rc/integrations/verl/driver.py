@@ -46,7 +46,7 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     data = batch.batch
     train, rollout = data["old_log_probs"].float(), data["rollout_log_probs"].float()
     corrected = correct(train, rollout, data["response_mask"].bool(), correction=state.correction)
-    if state.acts:
+    if state.correction.acts:
         data[WEIGHTS] = corrected.weights
         gaps = _gaps(data)
         state.has_gaps = bool(gaps.any())
@@ -134,14 +134,15 @@ def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
 
 def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: Any, metrics: Any) -> Any:
     """PPOTrainer._update_actor, whose batch is in the TransferQueue."""
-    if state.acts and (state.keeps_denominator or state.has_gaps):
+    keeps = state.settings.denominator == "kept"
+    if keeps or state.has_gaps:
         from verl.trainer.ppo.v1 import trainer_base as v1
 
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         logprobs = ["old_log_probs", "rollout_log_probs"] * state.has_gaps
         nested = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS, *logprobs])
         data, changed = nested.to_padded_tensor(), {}
-        if state.keeps_denominator:
+        if keeps:
             changed = dict.fromkeys(_MASKS, _kept(data))
         if state.has_gaps:
             changed["old_log_probs"] = _filled(data, _gaps(data))
@@ -154,7 +155,7 @@ def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: A
 
 def update_actor_v0(original: Function, state: VerlPatch, trainer: Any, batch: Any) -> Any:
     """RayPPOTrainer._update_actor, which makes loss_mask of response_mask."""
-    if state.keeps_denominator and state.acts:
+    if state.settings.denominator == "kept":
         batch.batch["response_mask"] = _kept(batch.batch)
     answer = original(trainer, batch)
     _check_workers(state, answer.meta_info["metrics"])

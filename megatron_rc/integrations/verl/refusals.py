@@ -110,7 +110,7 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
             f"{LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
             "the others for its quota"
         )
-    if inner == "geo_mean" and state.acts:
+    if inner == "geo_mean" and state.correction.acts:
         raise ValueError(
             f"{LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
             "weight of its whole sequence"

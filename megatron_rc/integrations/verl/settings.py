@@ -97,19 +97,9 @@ class VerlPatch(HoldsRule):
         return self.settings.correction is not None
 
     @property
-    def acts(self) -> bool:
-        """Whether the correction changes a loss, rather than only measuring."""
-        return self.correction.acts
-
-    @property
     def by_the_loss(self) -> bool:
         """Whether the workers correct micro-batches, because the old policy is the sampler."""
-        return self.corrects and self.correction.old == "rollout"
-
-    @property
-    def keeps_denominator(self) -> bool:
-        """Whether rejected tokens leave the actor's update."""
-        return self.corrects and self.settings.denominator == "kept"
+        return self.correction.old == "rollout"
 
     @property
     def in_workers(self) -> bool:
@@ -119,7 +109,7 @@ class VerlPatch(HoldsRule):
     @property
     def watches_update(self) -> bool:
         """Whether the trainer process has anything to do around an update."""
-        return self.in_workers or (self.corrects and self.acts)
+        return self.in_workers or self.correction.acts
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> VerlPatch:
