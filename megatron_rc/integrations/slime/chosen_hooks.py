@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, STATISTICS, RolloutCorrection
-from megatron_rc.integrations.flag_rules import refuse_correction, refused
+from megatron_rc.integrations.flag_rules import refuse_correction, refuse_first, refused
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.slime.settings import ENABLE, KEY, ROUTE_SHIFT, SLIME, SlimeSettings, names, naming, read
 from megatron_rc.integrations.symbols import Recipe
@@ -91,7 +91,7 @@ def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mappin
     by_loss, cut = "loss" in hooks, args.context_parallel_size > 1
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     steps = args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
-    for wrong, sentence in (
+    refuse_first(
         # with a critic and a correction the driver of train_async.py reads the argument before `enable` runs
         (args.use_tis and not names(args, "tis") and not (args.use_critic and correction.acts),
          f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{theirs}}} has "
@@ -144,6 +144,4 @@ def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mappin
          "--qkv-format bshd and --moe-expert-capacity-factor"),
         (settings.routes and "rollout_data" not in hooks and args.recompute_loss_function,
          "megatron_rc.routes needs the update to see every micro-batch once: drop --recompute-loss-function"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(sentence)
+    )  # fmt: skip

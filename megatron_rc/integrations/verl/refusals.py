@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_rc.integrations import flag_rules
 from megatron_rc.integrations.facts import narrowed_by, rules_of, stated_by
-from megatron_rc.integrations.flag_rules import refuse_by_path, value_at
+from megatron_rc.integrations.flag_rules import value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 
@@ -67,7 +68,7 @@ def refuse(state: VerlPatch, config: Any) -> None:
     value = partial(value_at, config)
     refuse_values(state, value)
     if state.corrects:
-        refuse_by_path(rules_of(SAMPLING_FACTS), value, SAMPLING)
+        flag_rules.refuse(rules_of(SAMPLING_FACTS), value, SAMPLING)
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
