@@ -18,7 +18,8 @@ from megatron_rc.exit_status import ExitStatus
 from megatron_rc.integrations import symbols
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import Host, body_of, definition
+from megatron_rc.integrations.symbols import Host
+from megatron_rc.source import body_of, definition
 
 STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
 HOST, MODULE, RULE = "megatron-training", "megatron.training.training", "get_optimizer_param_scheduler"
