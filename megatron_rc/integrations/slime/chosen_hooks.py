@@ -63,10 +63,8 @@ def needs_loss(settings: SlimeSettings) -> str:
 
 
 _SWITCHES: dict[str, dict[str, Any]] = {
-    "tis": {"use_tis": True},
-    "loss": {"loss_type": "custom_loss"},
-    "rollout_data": {"get_mismatch_metrics": True},
-}
+    "tis": {"use_tis": True}, "loss": {"loss_type": "custom_loss"}, "rollout_data": {"get_mismatch_metrics": True},
+}  # fmt: skip
 """Hook that corrects -> the host's arguments under which it is called."""
 
 
@@ -74,9 +72,8 @@ def assignments(args: Any, host: str) -> dict[str, Any]:
     """What `enable` sets, from arguments with defaults: argument -> value; ValueError where it must not set them."""
     settings = read(args)
     hooks = hooks_for(settings, host, restarts=args.release_train)
-    values = naming(*hooks) | _SWITCHES[hooks[0]]
-    if settings.correction.old == "rollout":
-        values["use_rollout_logprobs"] = True
+    old = {"use_rollout_logprobs": True} if settings.correction.old == "rollout" else {}
+    values = naming(*hooks) | _SWITCHES[hooks[0]] | old
     _refuse(args, settings, hooks, values)
     return values
 

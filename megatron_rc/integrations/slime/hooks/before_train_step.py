@@ -78,9 +78,8 @@ def before_train_step(
     start = max(settings.lr_rule_start, getattr(args, "num_critic_only_steps", 0) or 0)
     if rollout_id < start:
         return
-    if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _Run(settings.lr_rule, rollout_id, start, opt_param_scheduler)
-    run = _runs[opt_param_scheduler]
+    run = _runs.get(opt_param_scheduler) or _Run(settings.lr_rule, rollout_id, start, opt_param_scheduler)
+    _runs[opt_param_scheduler] = run
     # miles trains on a rollout again after it has discarded the update of that rollout
     if rollout_id > run.rollout_id:
         run.take(rollout_id, signals)

@@ -1,6 +1,5 @@
 """The hooks before the update: one has the routers watched, the other (slime alone) corrects a whole rollout."""
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.log_names import prefixed, warn
+from megatron_rc.integrations.log_names import measured, prefixed, warn
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.signals import LENGTHS
@@ -72,7 +71,5 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
     values = corrected.metrics.values()
     warn(_LOST_BATCH.see(values, correction), ranks.dp_cp_group, ranks.tp_group)
     LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, correction))
-    for name, value in prefixed(values).items():
-        # the lists of expert shift, by layer and by position, have no place in the host's log
-        if not isinstance(value, list) and not math.isnan(value):
-            rollout_data[name] = torch.tensor(value)
+    # the lists of expert shift, by layer and by position, have no place in the host's log
+    rollout_data.update({name: torch.tensor(value) for name, value in prefixed(measured(values)).items()})
