@@ -40,10 +40,6 @@ def _mistake(args: Any) -> str:
     )  # fmt: skip
 
 
-RULE = FlagRule(
-    "score-centering",
-    _mistake,
-    "miles' score centering does not start: {found}",
-    "Change that flag, or take --loss-type policy_loss.",
-    good="miles' score centering starts, or is not asked for",
-)
+RULE = FlagRule("score-centering", _mistake,
+    "miles' score centering does not start: {found}", "Change that flag, or take --loss-type policy_loss.",
+    good="miles' score centering starts, or is not asked for")  # fmt: skip

@@ -20,7 +20,6 @@ from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, Ve
 from megatron_rc.learning_rate import scale
 
 WEIGHTS = "rollout_is_weights"
-_MASKS = ("response_mask", "loss_mask")
 
 SAME = {
     **{"kl": "k1", "k3_kl": "k3", "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl"},
@@ -143,7 +142,7 @@ def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: A
         nested = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS, *logprobs])
         data, changed = nested.to_padded_tensor(), {}
         if keeps:
-            changed = dict.fromkeys(_MASKS, _kept(data))
+            changed = dict.fromkeys(("response_mask", "loss_mask"), _kept(data))
         if state.has_gaps:
             changed["old_log_probs"] = _filled(data, _gaps(data))
         fields = {name: v1.response_to_nested(values, nested["response_mask"]) for name, values in changed.items()}
