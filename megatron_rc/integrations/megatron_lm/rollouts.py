@@ -13,7 +13,7 @@ from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.integrations.log_names import warn, worth_logging
+from megatron_rc.integrations.log_names import checked, worth_logging
 from megatron_rc.integrations.megatron_lm import lags
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
@@ -178,10 +178,8 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     if total and not known:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
-    metrics.check(max_k3=session.correction.max_k3)
-    pooled = metrics.values()
+    pooled = checked(metrics, session.correction, session.lost_batch, dp_group, tp_group)
     session.signals = mismatch_signals(pooled, session.correction)
-    warn(session.lost_batch.see(pooled, session.correction), dp_group, tp_group)
     values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
     session.rollout_log = {f"old/{name}": rows.old_logprobs.new_tensor([value, 1]) for name, value in values.items()}

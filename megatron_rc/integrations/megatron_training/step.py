@@ -21,7 +21,7 @@ from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.installed import session_of
-from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import checked, measured, prefixed, worth_logging
 from megatron_rc.integrations.megatron_training import NAME, RULES
 from megatron_rc.integrations.parallel import Parallel, parallel
 from megatron_rc.integrations.scheduler_rule import HoldsRule
@@ -123,16 +123,15 @@ class TrainingStep:
             return _Report(exists=False)
         if reporting < dist.get_world_size(group):
             return _Report("correct_micro_batch must be called on every data-parallel rank in a step, or on none")
-        values = self._sums.all_reduce(group).values()
+        correction, sums = self._state.correction, self._sums.all_reduce(group)
         try:
-            self._sums.check(max_k3=self._state.correction.max_k3)
+            values = checked(sums, correction, self._state.lost_batch, group, ranks.tp_group)
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
-        warn(self._state.lost_batch.see(values, self._state.correction), group, ranks.tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
-        signals = mismatch_signals(values, self._state.correction)._replace(length=mean_length, truncated_share=share)
+        signals = mismatch_signals(values, correction)._replace(length=mean_length, truncated_share=share)
         return _Report(new_rollout=new_rollouts > 0, signals=signals)
 
     def _log(self, values: Mapping[str, float]) -> None:

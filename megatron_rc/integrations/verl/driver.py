@@ -13,7 +13,7 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.rejection import Rejection
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.weight import Weight
-from megatron_rc.integrations.log_names import PREFIX, measured, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import PREFIX, checked, measured, prefixed, worth_logging
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
@@ -112,10 +112,8 @@ def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs
 
 def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[str, float]:
     """Metrics for verl's log; ValueError above max_nonfinite_share or max_k3, and a warning where most is dropped."""
-    sums.check(state.settings.max_nonfinite_share, state.correction.max_k3)
-    values = sums.values()
-    warn(state.lost_batch.see(values, state.correction), *groups)
-    known = measured(values)
+    limit = state.settings.max_nonfinite_share
+    known = measured(checked(sums, state.correction, state.lost_batch, *groups, max_nonfinite_share=limit))
     return {**names_of_verl(known), **prefixed(worth_logging(known))}
 
 
