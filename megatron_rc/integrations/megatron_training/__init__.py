@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
-from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, captures_iteration
-from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS
+from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HOST", "correct_micro_batch", "host"]
 
-NAME, MODULE = "megatron-training", "megatron.training.training"
+MODULE = "megatron.training.training"
 STEP = "megatron_rc.integrations.megatron_training.step"
 
-RULES = (
-    FlagRule("full-iteration-graph", captures_iteration,
-        "a captured iteration replays the loss function without calling it, so metrics and response lengths are lost",
-        "Set --cuda-graph-impl to local, transformer_engine or none.", good="the loss function is called in every step",
-    ),
-)  # fmt: skip
 _TRAIN_STEP = (
     "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
     "iteration=None"

@@ -22,7 +22,7 @@ from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.integrations.log_names import checked, measured, prefixed, worth_logging
-from megatron_rc.integrations.megatron_training import NAME, RULES
+from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.parallel import Parallel, parallel
 from megatron_rc.integrations.scheduler_rule import HoldsRule
 from megatron_rc.integrations.symbols import Function
