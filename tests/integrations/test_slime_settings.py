@@ -18,7 +18,6 @@ from megatron_rc.integrations import slime
 from megatron_rc.integrations.flag_rules import WithDefaults
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.slime.chosen_hooks import recipe
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS
 from megatron_rc.integrations.slime.settings import ENABLE, HOOKS, MILES, SLIME, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
@@ -227,7 +226,7 @@ def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
         slime.enable(args)
     assert "\n" not in str(refusal.value)
     if host:
-        found = WithDefaults(command_line(key, **changes), DEFAULTS)
+        found = WithDefaults(command_line(key, **changes), HOSTS[host].flag_defaults)
         problems = [rule.mistake(found) for rule in HOSTS[host].flag_rules if rule.severity == "error"]
         assert any(problem and str(refusal.value).startswith(problem) for problem in problems), problems
 
@@ -249,7 +248,8 @@ def test_what_enable_can_do_is_no_mistake_for_doctor(
     host: str, key: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = command_line(key, **changes)
-    assert [rule.name for rule in HOSTS[host].flag_rules if rule.wrong(WithDefaults(args, DEFAULTS))] == []
+    found = WithDefaults(args, HOSTS[host].flag_defaults)
+    assert [rule.name for rule in HOSTS[host].flag_rules if rule.wrong(found)] == []
     inside(host, monkeypatch)
     slime.enable(args)
 

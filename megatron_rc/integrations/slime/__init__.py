@@ -12,7 +12,6 @@ docs/hosts/slime.md has the recipe. The host imports the hooks: doctor reads thi
 """
 
 import logging
-import sys
 from argparse import Namespace
 from functools import partial
 
@@ -21,7 +20,7 @@ from megatron_rc.integrations.flag_rules import WithDefaults, refuse
 from megatron_rc.integrations.scheduler_rule import remember_loaded_states
 from megatron_rc.integrations.slime.chosen_hooks import assignments, recipe
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, dumps_train_data, own_rules, rules_for
-from megatron_rc.integrations.slime.settings import MILES, SLIME, read
+from megatron_rc.integrations.slime.settings import SLIME, loaded_hosts, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
@@ -91,8 +90,7 @@ def enable(args: Namespace) -> None:
     """
     from megatron_rc.collectives import is_first_process
 
-    # the host whose process this is has loaded the module which calls this hook
-    loaded = [host for host in (SLIME, MILES) if f"{host}.backends.megatron_utils.initialize" in sys.modules]
+    loaded = loaded_hosts()
     if len(loaded) != 1:
         raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
     complete = WithDefaults(args, DEFAULTS)

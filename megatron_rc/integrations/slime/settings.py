@@ -1,6 +1,7 @@
 """Settings of slime and miles, the `megatron_rc:` section of the --custom-config-path file, and the hooks by name."""
 
 import json
+import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -74,6 +75,11 @@ def read(args: Namespace) -> SlimeSettings:
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> SlimeSettings:
     return schema.from_dict(SlimeSettings, json.loads(text), where=KEY)
+
+
+def loaded_hosts() -> list[str]:
+    """The hosts of this process: each has loaded the module that calls `enable`."""
+    return [host for host in (SLIME, MILES) if f"{host}.backends.megatron_utils.initialize" in sys.modules]
 
 
 def path_of(hook: str) -> str:

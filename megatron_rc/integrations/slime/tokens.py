@@ -19,7 +19,7 @@ from megatron_rc.integrations.parallel import parallel
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT, compares_in_update
-from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
+from megatron_rc.integrations.slime.signals import LR_METRICS
 
 
 class HostTokens:
@@ -95,7 +95,6 @@ class HostTokens:
         where it is bounded. Metrics of the rule of the learning rate are constants, which the host's mean keeps where
         every sample has a loss token.
         """
-        LENGTHS.record(self.batch["response_lengths"])
         shift = WATCH.next_shift(self.layout) if compares_in_update(self.args) else None
         corrected = self.corrected(train, correction, advantages, shift)
         ratio = log_ratio(train, self.rollout_logprobs, self.loss_mask)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from megatron_rc.batch import Support
 from megatron_rc.correction.reference.log_ratio import k3
+from megatron_rc.integrations.first_batch import compare_once
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.hooks.tis import Reduce, reducer
-from megatron_rc.integrations.slime.settings import names, read
+from megatron_rc.integrations.slime.settings import HOOKS, KEY, names, read
+from megatron_rc.integrations.slime.signals import LENGTHS
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.options import LossOptions
@@ -36,6 +38,18 @@ def loss(
     Returns:
         (loss, metrics for the host's log: name -> 0-d).
     """
+    if (old := read(args).correction.old) != "current":
+        # with current the host's own ratio would be another one
+        changes = {KEY: {"correction": {"old": old}}, "get_mismatch_metrics": False, HOOKS["pg_loss_reducer"]: None}
+        given = Namespace(**{**vars(args), **changes}), batch, logits, sum_of_sample_mean
+        compare_once("policy_loss_function", lambda: _loss(*given)[0], lambda own: own(*given)[0])
+    LENGTHS.record(batch["response_lengths"])
+    return _loss(args, batch, logits, sum_of_sample_mean)
+
+
+def _loss(
+    args: Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reduce
+) -> tuple[Tensor, dict[str, Tensor]]:
     correction, tokens = read(args).correction, HostTokens(args, batch)
     old = tokens.rollout_logprobs if correction.old == "rollout" else None
     if correction.old == "recompute":

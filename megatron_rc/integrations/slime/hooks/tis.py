@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.integrations.first_batch import compare_once
 from megatron_rc.integrations.slime.settings import names, read
+from megatron_rc.integrations.slime.signals import LENGTHS
 from megatron_rc.integrations.slime.tokens import HostTokens
 from megatron_rc.loss.options import AGGREGATIONS
 
@@ -40,8 +42,14 @@ def tis(
     weigh = args.use_tis and not names(args, "rollout_data")
     if not weigh:
         correction = replace(correction, weight=None, reject=(), normalize="none")
+    LENGTHS.record(batch["response_lengths"])
     corrected, metrics = tokens.corrected_next(train, correction)
     if weigh:
+        log_ratio, ones = train - tokens.rollout_logprobs, tokens.loss_mask.float()
+        given, bounds = {**batch, "pg_loss": ones, "parallel_state": parallel_state}, (args.tis_clip_low, args.tis_clip)
+        compare_once(
+            "vanilla_tis_function", lambda: ones * log_ratio.exp().clamp(*bounds), lambda own: own(args, **given)[0]
+        )
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
         if parallel_state is None:

@@ -8,6 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
 from hosts.slime.host import VOCAB, given_to_tis, hooks, naming, positions
 
+from megatron_rc.integrations import first_batch
 from megatron_rc.integrations.slime.signals import LENGTHS
 
 GOLDEN = Path(__file__).parent / "golden.json"
@@ -66,6 +68,12 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                         args = hosts_own(case, host, **changes)
                         reduce = module.reducer(batch, args)
                         results[host, label, name] = differentiated(module.policy_loss, args, batch, reduce, shard)
+                        # it raises where the host's own loss is another one
+                        first_batch.COMPARED.clear()
+                        sys.modules[started := f"{host}.backends.megatron_utils.initialize"] = ModuleType(host)
+                        differentiated(hooks.loss, ours(case, **changes), batch, reduce, shard)
+                        del sys.modules[started]
+                        assert bool(first_batch.COMPARED) == (case.correction != {"old": "current"})
         results["hooks", layout, ""] = {**_units(cp_rank, cp), **_whole_rollouts(rank, layout, cp_rank, cp)}
         of_padded = results["hooks", f"{layout} padded", ""] = _units(cp_rank, cp, PADDED)
         of_padded["length"] = _length_of_micro_batches(rank, layout)
