@@ -14,10 +14,7 @@ _HANDED_ON, _MODEL = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}", "ac
 _MEGATRON = f"{ACTOR}.megatron"
 _SHARDS, _SPLITS_ROWS = f"{_MEGATRON}.tensor_model_parallel_size", f"{_MEGATRON}.sequence_parallel"
 _REPLAY, _RETURNS_ROUTES = f"{_MEGATRON}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
-
-_DISTILLATION = "distillation.distillation_loss"
-_VEOMNI_REPLAY = f"{ACTOR}.veomni.router_replay.mode"
-
+_VEOMNI_REPLAY, _DISTILLATION = f"{ACTOR}.veomni.router_replay.mode", "distillation.distillation_loss"
 _ENGINES = ("vllm", "sglang")
 _QUANTIZED = (
     *(f"{ROLLOUT}.{name}" for name in ("quantization", "quantization_config_file")),
