@@ -24,6 +24,7 @@ from megatron_rc.integrations.slime.settings import SLIME, loaded_hosts, read
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.versions import version_of_tree
 
+__all__ = ["HOST", "enable"]
 _logger = logging.getLogger(__name__)
 
 LOSS = "args, batch, logits, sum_of_sample_mean"
