@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import BODIES, Host, Inspected, Symbol, inspect_symbols, parameters_of
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
+from megatron_rc.integrations.symbols import BODIES, Host, Inspected, Symbol, inspect_symbols
+from megatron_rc.source import Definition, parameters_of
 
 
 def _loaded_by_name(name: str, tested: str, module: str, function: str, parameters: str) -> Host:

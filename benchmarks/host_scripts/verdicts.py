@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rc.doctor.host.environment import flag_checks
-from megatron_rc.doctor.host.facts import read_hosts
+from megatron_rc.doctor.host.checks import flag_checks, read_hosts
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations.hosts import HOSTS

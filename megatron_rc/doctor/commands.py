@@ -64,7 +64,7 @@ def doctor(
     from rich.console import Console
 
     from megatron_rc.doctor import display
-    from megatron_rc.doctor.host.environment import examine_hosts
+    from megatron_rc.doctor.host.checks import examine_hosts
     from megatron_rc.doctor.registry import Finding, worst
 
     if floor and (not probe or floor.is_dir() or not floor.parent.is_dir()):

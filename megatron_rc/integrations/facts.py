@@ -4,11 +4,14 @@ A host has those of `KNOWN` that its settings state. `rules_of` makes its rules,
 mistake in one way, whatever the host calls the setting. Rules that one host alone has are beside its facts.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.models.hf_checkpoint import Checkpoint, read_checkpoint
 
 
 class Fact(NamedTuple):
@@ -44,6 +47,21 @@ def narrowed_by(*settings: str, fix: str = "") -> Fact:
 
     whole = " and ".join(f"{setting}={-1 if setting.endswith('k') else 1}" for setting in settings)
     return Fact(read, whole, fix)
+
+
+def quantized(path: object) -> Checkpoint | None:
+    """The checkpoint, where it is quantised."""
+    return found if (found := _read(path)).is_quantized else None
+
+
+def with_experts(path: object) -> Checkpoint | None:
+    """The checkpoint, where it is a mixture of experts."""
+    return found if (found := _read(path)).is_moe else None
+
+
+def _read(path: object) -> Checkpoint:
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return read_checkpoint(path, Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser())
 
 
 Facts = Mapping[str, Fact]

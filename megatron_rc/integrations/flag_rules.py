@@ -69,10 +69,6 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
             raise ValueError((f"{host}: " if host else "") + rule.refusal(mistake))
 
 
-refuse_by_path = refuse
-"""`refuse` for a configuration that is read by dotted path."""
-
-
 def refuse_correction(correction: RolloutCorrection, where: str, statistics: Collection[str] = STATISTICS) -> None:
     """Refuse a correction that needs what no host gives us, or what the host ``where`` does not.
 
@@ -88,6 +84,17 @@ def refuse_correction(correction: RolloutCorrection, where: str, statistics: Col
     unknown = [gate.statistic for gate in correction.reject if gate.statistic not in statistics]
     if unknown:
         raise ValueError(f"statistic {unknown[0]!r} is not known to {where}, use one of {', '.join(statistics)}")
+
+
+def first_wrong(*checks: tuple[object, str]) -> str:
+    """The sentence of the first pair (wrong, sentence) that is wrong; "" where none is."""
+    return next((sentence for wrong, sentence in checks if wrong), "")
+
+
+def refuse_first(*checks: tuple[object, str]) -> None:
+    """Raise ValueError with `first_wrong`, where there is one."""
+    if sentence := first_wrong(*checks):
+        raise ValueError(sentence)
 
 
 def refused(check: Callable[..., object], *args: Any) -> str:

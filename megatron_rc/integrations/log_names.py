@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any, TypeVar
 
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.warnings import LostBatchWarning
+
 Value = TypeVar("Value")
 _logger = logging.getLogger(__name__)
 
@@ -37,3 +40,13 @@ def warn(sentence: str | None, *groups: Any) -> None:
 
     if sentence is not None and (not dist.is_initialized() or all(dist.get_rank(group) == 0 for group in groups)):
         _logger.warning(sentence)
+
+
+def checked(
+    sums: Any, correction: RolloutCorrection, lost_batch: LostBatchWarning, *groups: Any, **limits: float
+) -> dict[str, Any]:
+    """The values of pooled `MetricSums`; warns where little is left, and raises as its `check` with these limits."""
+    sums.check(**limits, max_k3=correction.max_k3)
+    values: dict[str, Any] = sums.values()
+    warn(lost_batch.see(values, correction), *groups)
+    return values

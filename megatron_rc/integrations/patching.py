@@ -13,9 +13,10 @@ from typing import Any
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
-from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Recipe, Symbol, inspect_symbols
 from megatron_rc.learning_rate.rule import LRRule, check_lr_rule
 from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
+from megatron_rc.source import definition
 
 
 def patch(

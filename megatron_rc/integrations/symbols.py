@@ -1,10 +1,8 @@
 """Symbol and Host: what a patch replaces in another codebase, looked up in its source without importing it."""
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.settings.head import Head
+from megatron_rc.source import added_parameters, body_of, definition, parameters_of
 from megatron_rc.versions import Range, find_module, is_older, is_release
 
 Function = Callable[..., Any]
@@ -158,7 +157,7 @@ def _inspect(symbol: Symbol) -> Inspected:
     if node is None:
         return Inspected(symbol, None, f"{symbol.path} is missing from {spec.origin}")
     parameters = parameters_of(node)
-    added = _added(parameters, symbol.parameters)
+    added = added_parameters(parameters, symbol.parameters)
     problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
     return Inspected(symbol, parameters, problem if added is None else None, added or (), body_of(node))
 
@@ -172,72 +171,3 @@ def known_bodies() -> dict[str, set[str]]:
     """Path of a symbol -> the bodies that it had in the states of the host that were tested."""
     rows = [line.split(",") for line in BODIES.read_text(encoding="utf-8").splitlines()]
     return {path: {body for of_path, body in rows if of_path == path} for path, _ in rows}
-
-
-def body_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """12 hex digits of what a def does: its syntax tree without positions, annotations, comments and docstring."""
-    ignored = {"annotation", "returns", "type_params", "type_comment", "kind", "ctx"}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(each) for each in value]
-        if not isinstance(value, ast.AST):
-            return value
-        fields = {name: each for name, each in ast.iter_fields(value) if name not in ignored and each not in (None, [])}
-        return type(value).__name__, [(name, plain(each)) for name, each in fields.items()]
-
-    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-    return sha256(repr([plain(node.args), plain(node.decorator_list), plain(body)]).encode()).hexdigest()[:12]
-
-
-def _added(found: str, expected: str) -> tuple[str, ...] | None:
-    """The optional parameters that a def has besides the expected ones, which stand where they are expected.
-
-    None where an expected one is missing, has moved or has another default, or a new one must be given.
-    """
-    (theirs, by_keyword), (ours, ours_by_keyword) = map(_defaults, (found, expected))
-    both, wanted = theirs | by_keyword, ours | ours_by_keyword
-    if list(theirs)[: len(ours)] != list(ours) or not ours_by_keyword.keys() <= by_keyword.keys():
-        return None
-    if any(both[name] != default for name, default in wanted.items()):
-        return None
-    added = tuple(name for name in both if name not in wanted)
-    return None if any(both[name] is None for name in added) else added
-
-
-def _defaults(parameters: str) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """The default of each parameter, None where there is none: those by position, and those by keyword alone."""
-    expression = ast.parse(f"lambda {parameters}: 0", mode="eval").body
-    assert isinstance(expression, ast.Lambda)
-    arguments = expression.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = [None] * (len(positional) - len(arguments.defaults))
-    values = (*required, *arguments.defaults, *arguments.kw_defaults)
-    names = (each.arg for each in (*positional, *arguments.kwonlyargs))
-    found = [(name, None if each is None else ast.unparse(each)) for name, each in zip(names, values, strict=True)]
-    others = [(f"*{each.arg}", "") for each in (arguments.vararg, arguments.kwarg) if each]
-    return dict(found[: len(positional)]), dict([*found[len(positional) :], *others])
-
-
-def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The def of "function" or "Class.method" in a file; the last one, as Python would have it."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    found: Any = _parsed(path, path.stat().st_mtime_ns)
-    for part in name.split("."):
-        named = [node for node in found.body if isinstance(node, kinds | ast.ClassDef) and node.name == part]
-        if not named:
-            return None
-        found = named[-1]
-    return found if isinstance(found, kinds) else None
-
-
-@lru_cache(maxsize=32)
-def _parsed(path: Path, changed: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), filename=str(path))
-
-
-def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """The parameters of a def, as `Symbol.parameters` has them."""
-    for argument in (each for each in ast.walk(node.args) if isinstance(each, ast.arg)):
-        argument.annotation = None
-    return ast.unparse(node.args)

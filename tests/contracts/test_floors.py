@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS = (
-    "versions exit_status schema files drawing collectives kernels",
+    "versions source exit_status schema files drawing collectives kernels",
     "backend engine tasks",
     "batch",
     "correction dump",

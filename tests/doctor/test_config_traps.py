@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flag_traps import traps
 
-from megatron_rc.doctor.host.environment import flag_checks
+from megatron_rc.doctor.host.checks import flag_checks
 from megatron_rc.integrations.hosts import HOSTS
 
 VERL, NEMO = "verl", "nemo-rl"

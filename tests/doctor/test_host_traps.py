@@ -12,7 +12,7 @@ from flag_traps import traps
 from hosts.slime.host import inside
 
 from megatron_rc import RolloutCorrection, schema
-from megatron_rc.doctor.host.environment import flag_checks
+from megatron_rc.doctor.host.checks import flag_checks
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from refusals import run
 
-from megatron_rc.doctor.host.environment import ENVIRONMENT, PRESENCE, check_host, examine_hosts
-from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
+from megatron_rc.doctor.host.checks import PRESENCE, HostFacts, check_host, examine_hosts, read_hosts
 from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.python import ENVIRONMENT, Environment, read_environment
 from megatron_rc.doctor.registry import Finding, worst
 from megatron_rc.exit_status import ExitStatus
 from megatron_rc.integrations import symbols
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.symbols import Host, body_of, definition
+from megatron_rc.integrations.symbols import Host
+from megatron_rc.source import body_of, definition
 
 STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
 HOST, MODULE, RULE = "megatron-training", "megatron.training.training", "get_optimizer_param_scheduler"
@@ -201,7 +202,7 @@ def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], 
 
 def test_looking_at_hosts_imports_no_megatron() -> None:
     code = (
-        "import sys; from megatron_rc.doctor.host.environment import examine_hosts; examine_hosts([], [], None);"
+        "import sys; from megatron_rc.doctor.host.checks import examine_hosts; examine_hosts([], [], None);"
         "sys.exit(any(m.partition('.')[0] in ('megatron', 'transformer_engine') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

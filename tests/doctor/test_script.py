@@ -7,7 +7,7 @@ import pytest
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.doctor.host.script import read_script
 from megatron_rc.doctor.registry import Undecided
-from megatron_rc.integrations.hf_checkpoint import read_checkpoint
+from megatron_rc.models.hf_checkpoint import read_checkpoint
 
 SCRIPT = """#!/bin/bash
 set -ex
@@ -94,7 +94,7 @@ def test_nothing_hides_in_a_list_that_no_line_fills_nor_in_a_path_behind_a_varia
      ("zai-org/glm-4-9b-chat", False), ("google/gemma-3-27b-it", False)],
 )  # fmt: skip
 def test_experts_are_known_by_the_name_of_a_model(name: str, is_moe: bool) -> None:
-    assert read_checkpoint(name).is_moe == is_moe
+    assert read_checkpoint(name, Path("none")).is_moe == is_moe
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from distributed import run_ranks
 from hosts.megatron_lm.ranks import Cut, rollouts, weights_by_epoch
 
 from megatron_rc import Rejection, RolloutCorrection, Weight
-from megatron_rc.integrations.megatron_lm import lags
 from megatron_rc.integrations.megatron_lm.lags import UNKNOWN, epochs_of_rows, is_stale, lags_of
 
 NOW = 9
@@ -36,9 +35,9 @@ def test_rows_are_those_of_the_host_and_each_token_has_the_epoch_of_the_turn_tha
     assert rows == [[_, 3, 4, _, 6, 7], [_, 5], [_, 6, 6], []]
     assert is_stale(rows, 7) and not is_stale(rows, 3)
     shape = torch.Size([3, 5])
-    both = [lags_of(rows, lags.placed_rows(3, rank), shape, 7).tolist() for rank in (0, 1)]
+    both = [lags_of(rows, [[0]] * 3, [[of], [of + 1], [of + 2]], shape, 7).tolist() for of in (0, 3)]
     assert both == [[[4, 3, 0, 1, 0], [2, 0, 0, 0, 0], [1, 1, 0, 0, 0]], [[0] * 5] * 3], "the last row, and padding"
-    packed = lags_of(rows, lags.placed_bins([[0, 3], [0]], [[2, 1], [5]]), torch.Size([2, 7]), 7)
+    packed = lags_of(rows, [[0, 3], [0]], [[2, 1], [5]], torch.Size([2, 7]), 7)
     assert packed.tolist() == [[1, 1, 0, 2, 0, 0, 0], [0] * 7]
 
 

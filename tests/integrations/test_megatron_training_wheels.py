@@ -14,7 +14,7 @@ import pytest
 from core_wheels import WHEELS, printed_by, unpacked_wheels
 
 from megatron_rc.integrations import megatron_training
-from megatron_rc.integrations.symbols import definition, parameters_of
+from megatron_rc.source import definition, parameters_of
 
 FLAGS = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "

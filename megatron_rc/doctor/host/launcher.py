@@ -187,9 +187,7 @@ class _Reader:
 
 def _either(*values: Any) -> Any:
     """One of the values: the flags in them may be missing, and all else is not known."""
-    texts = [
-        Text(((each, True),)) if isinstance(each, str) else each for each in values if isinstance(each, str | Text)
-    ]
+    texts = [_text(each, ast.Constant(None)) for each in values if isinstance(each, str | Text)]
     parts = tuple((text, True) for each in texts for text, _ in each.parts)
     return Text(parts) if any("--" in text for text, _ in parts) else _UNKNOWN
 

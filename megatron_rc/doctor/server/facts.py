@@ -11,6 +11,7 @@ from megatron_rc.doctor.registry import Check, Finding, Known, Undecided, good
 from megatron_rc.files import read_json
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.models.config import hf_config_dict
+from megatron_rc.models.hf_checkpoint import number_of_experts
 from megatron_rc.rollout.sglang.request import Piece, Request
 from megatron_rc.settings import combinations
 from megatron_rc.settings import job as settings
@@ -168,8 +169,7 @@ def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
         rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
     fields = {k: v for k, v in config.items() if not k.startswith("rope_") and k != "num_local_experts"}
     fields |= {"rope_type": rope.get("type", "default"), **{k: v for k, v in rope.items() if k != "type"}}
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
-    fields["num_experts"] = experts or 0
+    fields["num_experts"] = number_of_experts(config)
     if not fields.get("head_dim") and "hidden_size" in fields and "num_attention_heads" in fields:
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     fields["dtype"] = config.get("dtype") or config.get("torch_dtype")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,36 +46,25 @@ def _turns(rollout: Any, segments: Iterable[tuple[int, int]]) -> Iterator[list[i
         yield [epoch if generated else UNKNOWN for epoch, generated in zip(of_turn, mask, strict=True)]
 
 
-class Placed(NamedTuple):
-    """A training row in the tensors of this rank."""
-
-    row: int
-    start: int
-    sequence: int
-    """Number among the training rows of all ranks; those behind the last are padding."""
-
-
-def placed_rows(num_rows: int, rank: int) -> Iterator[Placed]:
-    """The rows of a rank without packing."""
-    return (Placed(row, 0, rank * num_rows + row) for row in range(num_rows))
-
-
-def placed_bins(starts: Iterable[Sequence[int]], sequences: Iterable[Sequence[int]]) -> Iterator[Placed]:
-    """The rows in the bins of a rank, from the start and the number of each sequence of a bin."""
-    for row, (of_starts, of_bin) in enumerate(zip(starts, sequences, strict=True)):
-        yield from (Placed(row, start, int(number)) for start, number in zip(of_starts, of_bin, strict=False))
-
-
-def lags_of(epochs: Sequence[Sequence[int]], placed: Iterable[Placed], shape: torch.Size, epoch: int) -> Tensor:
+def lags_of(
+    epochs: Sequence[Sequence[int]],
+    starts: Sequence[Sequence[int]],
+    sequences: Sequence[Iterable[int]],
+    shape: torch.Size,
+    epoch: int,
+) -> Tensor:
     """[rows, T - 1] int32: updates up to ``epoch`` since each token was sampled; 0 where that is not known.
 
-    Column t is that of the log-prob of token t + 1.
+    Column t is that of the log-prob of token t + 1. A row, or bin under packing, has sequences that begin at its
+    ``starts``; ``sequences`` are their numbers among the training rows of all ranks, where those behind the last are
+    padding.
     """
     found = torch.full(shape, epoch, dtype=torch.int32)
-    for row, start, sequence in placed:
-        if sequence < len(epochs):
-            later = torch.tensor(epochs[sequence][1:], dtype=torch.int32)
-            found[row, start : start + len(later)] = torch.where(later == UNKNOWN, epoch, later)
+    for row, (of_starts, of_bin) in enumerate(zip(starts, sequences, strict=True)):
+        for start, number in zip(of_starts, of_bin, strict=False):
+            if number < len(epochs):
+                later = torch.tensor(epochs[number][1:], dtype=torch.int32)
+                found[row, start : start + len(later)] = torch.where(later == UNKNOWN, epoch, later)
     return (epoch - found).clamp(min=0)
 
 

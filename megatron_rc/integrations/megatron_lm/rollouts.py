@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.integrations.log_names import warn, worth_logging
+from megatron_rc.integrations.log_names import checked, worth_logging
 from megatron_rc.integrations.megatron_lm import lags
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
@@ -113,13 +113,13 @@ def _epochs(correction: RolloutCorrection, rollouts: Any, group_stats: Any) -> l
     return epochs if reads_lags or lags.is_stale(epochs, get_args().curr_iteration) else None
 
 
-def _lags(epochs: list[list[int]] | None, placed: Iterable[lags.Placed], like: Tensor) -> Tensor | None:
+def _lags(epochs: list[list[int]] | None, starts: Any, sequences: Any, like: Tensor) -> Tensor | None:
     """[rows, T - 1] where ``like`` is."""
     from megatron.training.global_vars import get_args
 
-    return (
-        None if epochs is None else lags.lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
-    )
+    if epochs is None:
+        return None
+    return lags.lags_of(epochs, starts, sequences, like.shape, get_args().curr_iteration).to(like.device)
 
 
 def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None, dp_group: Any) -> None:
@@ -136,7 +136,7 @@ def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None
         packing.packed_loss_mask[:, 1:].bool().to(device),
         torch.cat([of_bin.to(device).float() for of_bin in bins]),
         starts,
-        _lags(epochs, lags.placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
+        _lags(epochs, starts, info.bin_seq_indices, packing.old_logprobs),
     )
     packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
@@ -149,15 +149,15 @@ def _correct_micro_batches(session: Session, iterator: Any, epochs: list[list[in
         batches.append(list(next(iterator)))
     _, advantages, old_logprobs, loss_mask, _, _, rollout_logprobs = map(torch.cat, zip(*batches, strict=True))
     device = advantages.device
+    first = torch.distributed.get_rank(dp_group) * session.num_rows
+    sequences = [[first + row] for row in range(session.num_rows)]
     rows = RolloutRows(
         old_logprobs.float().to(device),
         rollout_logprobs.to(device),
         loss_mask[:, 1:].bool().to(device),
         advantages.float(),
         None,
-        _lags(
-            epochs, lags.placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)
-        ),
+        _lags(epochs, [[0]] * session.num_rows, sequences, old_logprobs.to(device)),
     )
     sizes = [len(batch[0]) for batch in batches]
     parts = _for_the_loss(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
@@ -178,10 +178,8 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     if total and not known:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
-    metrics.check(max_k3=session.correction.max_k3)
-    pooled = metrics.values()
+    pooled = checked(metrics, session.correction, session.lost_batch, dp_group, tp_group)
     session.signals = mismatch_signals(pooled, session.correction)
-    warn(session.lost_batch.see(pooled, session.correction), dp_group, tp_group)
     values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
     session.rollout_log = {f"old/{name}": rows.old_logprobs.new_tensor([value, 1]) for name, value in values.items()}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.collectives import gathered_objects
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
@@ -20,7 +21,7 @@ from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import refuse, refuse_correction
 from megatron_rc.integrations.installed import session_of
-from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import checked, measured, prefixed, worth_logging
 from megatron_rc.integrations.megatron_training.flag_rules import NAME, RULES
 from megatron_rc.integrations.parallel import Parallel, parallel
 from megatron_rc.integrations.scheduler_rule import HoldsRule
@@ -96,7 +97,7 @@ class TrainingStep:
     def finish(self) -> None:
         """Pool, check, log, and begin the next rollout of the rule; ValueError on every rank alike."""
         ranks = parallel()
-        report = _from_last_stage(self._pool(ranks) if ranks.last_stage else None, ranks.pp_group)
+        report = gathered_objects(self._pool(ranks) if ranks.last_stage else _Report(), ranks.pp_group)[-1]
         if report.problem is not None:
             raise ValueError(report.problem)
         state = self._state
@@ -122,16 +123,15 @@ class TrainingStep:
             return _Report(exists=False)
         if reporting < dist.get_world_size(group):
             return _Report("correct_micro_batch must be called on every data-parallel rank in a step, or on none")
-        values = self._sums.all_reduce(group).values()
+        correction, sums = self._state.correction, self._sums.all_reduce(group)
         try:
-            self._sums.check(max_k3=self._state.correction.max_k3)
+            values = checked(sums, correction, self._state.lost_batch, group, ranks.tp_group)
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
-        warn(self._state.lost_batch.see(values, self._state.correction), group, ranks.tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
-        signals = mismatch_signals(values, self._state.correction)._replace(length=mean_length, truncated_share=share)
+        signals = mismatch_signals(values, correction)._replace(length=mean_length, truncated_share=share)
         return _Report(new_rollout=new_rollouts > 0, signals=signals)
 
     def _log(self, values: Mapping[str, float]) -> None:
@@ -238,13 +238,3 @@ def _total_and_count(values: Tensor | None) -> Tensor:
     """[2] fp64; zeros for None."""
     exact = (torch.zeros(0) if values is None else values).to(emulation.device(), torch.float64)
     return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
-
-
-def _from_last_stage(report: _Report | None, group: dist.ProcessGroup) -> _Report:
-    if group.size() > 1:
-        box = [report]
-        source = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(box, src=source, group=group, device=emulation.device())
-        report = box[0] and _Report(*box[0])
-    assert report is not None
-    return report

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.flag_rules import FlagRule, first_wrong
 
-LOSS = "score_centering"
 _BESIDE = {
     "use_tis": "--score-centering-is has its weights",
     "custom_tis_function_path": "--score-centering-is has its weights",
@@ -26,28 +25,21 @@ DEFAULTS: dict[str, Any] = {
 
 def _mistake(args: Any) -> str:
     """The flag under which miles does not start with its score centering; "" where it starts, or has none."""
-    if args.loss_type != LOSS:
+    if args.loss_type != "score_centering":
         return ""
     ids, top_k = args.rollout_top_logprobs_num, args.rollout_top_k
     drafts, filters = args.sglang_speculative_algorithm, top_k != -1 or args.rollout_top_p != 1
-    for wrong, sentence in (
+    return first_wrong(
         (ids <= 0, "--rollout-top-logprobs-num must be above 0, such as 128"),
         (args.advantage_estimator != "grpo", f"--advantage-estimator must be grpo, got {args.advantage_estimator}"),
         (top_k == -1 and args.rollout_top_p != 1, "--rollout-top-p needs a --rollout-top-k, which bounds the kept ids"),
         (top_k > ids, f"--rollout-top-logprobs-num must be --rollout-top-k, {top_k}, or more, to hold all kept ids"),
         (drafts not in (None, "DFLASH") or (drafts and filters),
          f"--sglang-speculative-algorithm must be unset, or DFLASH without filters, got {drafts}"),
-    ):  # fmt: skip
-        if wrong:
-            return sentence
-    beside = next((name for name in _BESIDE if getattr(args, name)), "")
-    return f"--{beside.replace('_', '-')} must be unset: {_BESIDE[beside]}" if beside else ""
+        *((getattr(args, name), f"--{name.replace('_', '-')} must be unset: {why}") for name, why in _BESIDE.items()),
+    )  # fmt: skip
 
 
-RULE = FlagRule(
-    "score-centering",
-    _mistake,
-    "miles' score centering does not start: {found}",
-    "Change that flag, or take --loss-type policy_loss.",
-    good="miles' score centering starts, or is not asked for",
-)
+RULE = FlagRule("score-centering", _mistake,
+    "miles' score centering does not start: {found}", "Change that flag, or take --loss-type policy_loss.",
+    good="miles' score centering starts, or is not asked for")  # fmt: skip

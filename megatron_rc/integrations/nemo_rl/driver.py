@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rc import schema
 from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.flag_rules import value_at
-from megatron_rc.integrations.log_names import measured, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import checked, measured, prefixed, worth_logging
 from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session, WorkerSettings, refuse
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
@@ -120,9 +120,7 @@ def _correct(session: Session, data: Any) -> dict[str, float]:
     train, rollout = (data[name].float() for name in LOGPROBS)
     advantages: Tensor = data["advantages"]
     corrected = correct(train, rollout, mask, correction=correction, advantages=advantages.float())
-    corrected.metrics.check(max_k3=correction.max_k3)
-    values = corrected.metrics.values()
-    warn(session.lost_batch.see(values, correction))
+    values = checked(corrected.metrics, correction, session.lost_batch)
     data["advantages"] = torch.where(mask, advantages * corrected.weights.to(advantages.dtype), advantages)
     corrupt = mask & ~(train.isfinite() & rollout.isfinite())
     if corrupt.any():

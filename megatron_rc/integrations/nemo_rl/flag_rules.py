@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.facts import Fact, quantized, rules_of, stated_by, with_experts
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
+from megatron_rc.models.hf_checkpoint import Checkpoint
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"
@@ -14,6 +14,9 @@ _ASYNC_PARTS, _SAMPLER = ("grpo.async_grpo", "ppo.async_ppo"), "async_rl.sampler
 _LAGS = (f"{_SAMPLER}.max_lookahead_versions", f"{_SAMPLER}.max_staleness_versions")
 _MASKS = ("grpo.seq_logprob_error_threshold", "ppo.seq_logprob_error_threshold")
 _EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
+_PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
+_MCORE, _ASYNC = "policy.megatron_cfg.enabled", "grpo.async_grpo.enabled"
+_BOUND = f"Set {_CORRECTION}=true and {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}."
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((_MODEL, _TRUNCATION, f"{_GENERATION}.real_quant", f"{_GENERATION}.quant_cfg")),
@@ -27,11 +30,6 @@ DEFAULTS: dict[str, Any] = {
     **{f"{part}.max_trajectory_age_steps": 1 for part in _ASYNC_PARTS},
 }
 """Settings that the rules read, by dotted path, with the defaults of examples/configs/grpo_math_1B.yaml."""
-
-
-_PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
-_MCORE, _ASYNC = "policy.megatron_cfg.enabled", "grpo.async_grpo.enabled"
-_BOUND = f"Set {_CORRECTION}=true and {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}."
 
 
 def _quantized(args: Any) -> str:

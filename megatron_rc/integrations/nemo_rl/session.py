@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import refuse_by_path, refuse_correction, value_at
+from megatron_rc.integrations import flag_rules
+from megatron_rc.integrations.flag_rules import refuse_correction, refuse_first, value_at
 from megatron_rc.integrations.nemo_rl.flag_rules import DATA_PLANE, DEFAULTS, RULES
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.symbols import Function
@@ -51,19 +52,15 @@ class Session:
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
-    """A new session; ValueError as `refuse_settings`."""
-    refuse_settings(correction or RolloutCorrection(), lr_rule)
-    return Session(correction, lr_rule)
-
-
-def refuse_settings(correction: RolloutCorrection, lr_rule: LRRule | None) -> None:
-    """Refuse settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
+    """A new session; ValueError for settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
     settings_of(lr_rule, "to other processes")
-    if correction.old != "recompute":
+    asked = correction or RolloutCorrection()
+    if asked.old != "recompute":
         raise ValueError(
-            f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
+            f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {asked.old!r}"
         )
-    refuse_correction(correction, "host 'nemo-rl'")
+    refuse_correction(asked, "host 'nemo-rl'")
+    return Session(correction, lr_rule)
 
 
 def refuse(session: Session, config: Any) -> None:
@@ -71,8 +68,8 @@ def refuse(session: Session, config: Any) -> None:
     at = partial(value_at, config)
     corrects, decays = session.correction is not None, session.lr_rule is not None
     weight = session.correction.weight if session.correction is not None else None
-    refuse_by_path(RULES if corrects else [DATA_PLANE], at, DEFAULTS)
-    for wrong, sentence in (
+    flag_rules.refuse(RULES if corrects else [DATA_PLANE], at, DEFAULTS)
+    refuse_first(
         (corrects and at("loss_fn.score_centering"), "loss_fn.score_centering must be false next to the correction of "
          "megatron_rc: its term is centred for the host's own weights"),
         (at("loss_fn.sequence_level_importance_ratios") and weight is not None and weight.level != "geometric",
@@ -82,9 +79,7 @@ def refuse(session: Session, config: Any) -> None:
          "which scales Megatron's scheduler"),
         (decays and at("policy.quant_cfg") is not None, "policy.quant_cfg must be null for lr_rule: its workers are "
          "not those that have the rule"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(sentence)
+    )  # fmt: skip
 
 
 def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:

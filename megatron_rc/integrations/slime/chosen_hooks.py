@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, STATISTICS, RolloutCorrection
-from megatron_rc.integrations.flag_rules import refuse_correction, refused
+from megatron_rc.integrations.flag_rules import refuse_correction, refuse_first, refused
 from megatron_rc.integrations.scheduler_rule import settings_of
 from megatron_rc.integrations.slime.settings import ENABLE, KEY, ROUTE_SHIFT, SLIME, SlimeSettings, names, naming, read
 from megatron_rc.integrations.symbols import Recipe
@@ -63,10 +63,8 @@ def needs_loss(settings: SlimeSettings) -> str:
 
 
 _SWITCHES: dict[str, dict[str, Any]] = {
-    "tis": {"use_tis": True},
-    "loss": {"loss_type": "custom_loss"},
-    "rollout_data": {"get_mismatch_metrics": True},
-}
+    "tis": {"use_tis": True}, "loss": {"loss_type": "custom_loss"}, "rollout_data": {"get_mismatch_metrics": True},
+}  # fmt: skip
 """Hook that corrects -> the host's arguments under which it is called."""
 
 
@@ -74,9 +72,8 @@ def assignments(args: Any, host: str) -> dict[str, Any]:
     """What `enable` sets, from arguments with defaults: argument -> value; ValueError where it must not set them."""
     settings = read(args)
     hooks = hooks_for(settings, host, restarts=args.release_train)
-    values = naming(*hooks) | _SWITCHES[hooks[0]]
-    if settings.correction.old == "rollout":
-        values["use_rollout_logprobs"] = True
+    old = {"use_rollout_logprobs": True} if settings.correction.old == "rollout" else {}
+    values = naming(*hooks) | _SWITCHES[hooks[0]] | old
     _refuse(args, settings, hooks, values)
     return values
 
@@ -91,7 +88,7 @@ def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mappin
     by_loss, cut = "loss" in hooks, args.context_parallel_size > 1
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     steps = args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
-    for wrong, sentence in (
+    refuse_first(
         # with a critic and a correction the driver of train_async.py reads the argument before `enable` runs
         (args.use_tis and not names(args, "tis") and not (args.use_critic and correction.acts),
          f"--use-tis must be unset with enable, which replaces its weights: {KEY}.correction.weight: {{{theirs}}} has "
@@ -144,6 +141,4 @@ def _refuse(args: Any, settings: SlimeSettings, hooks: list[str], values: Mappin
          "--qkv-format bshd and --moe-expert-capacity-factor"),
         (settings.routes and "rollout_data" not in hooks and args.recompute_loss_function,
          "megatron_rc.routes needs the update to see every micro-batch once: drop --recompute-loss-function"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(sentence)
+    )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, narrowed_by, rules_of, stated_by
+from megatron_rc.integrations import facts
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, Fact, quantized, rules_of, stated_by, with_experts
 from megatron_rc.integrations.flag_rules import FlagRule, refused
-from megatron_rc.integrations.hf_checkpoint import Checkpoint, quantized, with_experts
 from megatron_rc.integrations.slime.chosen_hooks import assignments
 from megatron_rc.integrations.slime.settings import ENABLE, KEY, SLIME, is_enabled, read
+from megatron_rc.models.hf_checkpoint import Checkpoint
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
@@ -102,7 +103,7 @@ _RULES = (
 
 def own_rules(host: str) -> tuple[FlagRule, ...]:
     """Mistakes in the flags of a host; slime alone records the ids that it kept under top-p."""
-    narrowed = narrowed_by(*["--rollout-top-p"] * (host != SLIME), "--rollout-top-k")
+    narrowed = facts.narrowed_by(*["--rollout-top-p"] * (host != SLIME), "--rollout-top-k")
     # miles' own score centering takes p and q over the kept ids
     but = narrowed._replace(read=lambda args: args.loss_type != "score_centering" and narrowed.read(args))
     return (*rules_of({**FACTS, "narrowed": but}), *_RULES)

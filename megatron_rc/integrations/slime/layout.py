@@ -33,8 +33,7 @@ class Layout:
             chunks = [0]
             if cp_size > 1:
                 chunk, chunks = math.ceil(chunk / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
-            # the row that predicts the first token of the response
-            shift = total - response - 1
+            shift = total - response - 1  # the row that predicts the first token of the response
             counts.append(0)
             for number in chunks:
                 begin = number * chunk

@@ -1,6 +1,5 @@
 """Between the hooks of a process: what a rollout says to the rule of the learning rate, and the rule's metrics."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +10,6 @@ from megatron_rc.learning_rate.scale import NOTHING, Signals
 
 LR_METRICS: dict[str, float] = {}
 """Metrics of the rule of the learning rate for the rollout that is trained on; before_train_step writes them."""
-
-_Totals = tuple[int, int, int, int]
-"""Tokens and responses; responses that are truncated, and responses known to be truncated or known not to be."""
 
 
 class Lengths:
@@ -28,8 +24,9 @@ class Lengths:
 
     def forget(self) -> None:
         """Drop what was recorded."""
-        self._recorded: _Totals = (0, 0, 0, 0)
-        self._rollouts: dict[int, _Totals] = {}
+        # tokens and responses; responses that are truncated, and those known to be truncated or known not to be
+        self._recorded: tuple[int, ...] = (0, 0, 0, 0)
+        self._rollouts: dict[int, tuple[int, ...]] = {}
         self._mismatch: dict[int, Signals] = {}
 
     def record(self, response_lengths: Sequence[int]) -> None:
@@ -53,8 +50,8 @@ class Lengths:
         totals = torch.tensor(self._rollouts.get(rollout_id, self._recorded), dtype=torch.int64, device=device)
         tokens, responses, truncated, judged = all_reduced(totals, world).tolist()
         mismatch = self._mismatch.get(rollout_id, NOTHING)
-        # NaN: not known; the ranks that know a number hold the same one
-        known = [math.nan if value is None else value for value in (mismatch.ess, mismatch.k3)]
+        # -1: not known; the ranks that know a number hold the same one
+        known = [-1 if value is None else value for value in (mismatch.ess, mismatch.k3)]
         shared = torch.tensor(known, dtype=torch.float64, device=device).nan_to_num(-1)
         self.forget()
         return Signals(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.inputs import Extras
+from megatron_rc.correction.per_token import per_token
 from megatron_rc.correction.plan import Plan
-from megatron_rc.correction.reference.log_ratio import k3, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.parallel import parallel
@@ -87,33 +87,20 @@ class HostTokens:
     ) -> tuple[Corrected, dict[str, Tensor]]:
         """The correction of the next micro-batch of the update, and its metrics: name -> [N] fp32, detached.
 
-        With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2.
-        Besides these the final weight, its square (ESS = mean^2 / mean of squares), and 1 where a token no longer
-        counts. All are 0 at corrupt tokens, whose share is nonfinite_share. With `routes` also route_shift, and
-        route_tokens_touched, 1 where it is not 0. Both hosts log more by their own weights, in slime's
-        vanilla_tis_function: tis = rho = e^l, tis_abs = |rho - 1|, and with a weight of level token tis_clipfrac, 1
-        where it is bounded. Metrics of the rule of the learning rate are constants, which the host's mean keeps where
-        every sample has a loss token.
+        Those of `per_token`; with `routes` also route_shift, and route_tokens_touched, 1 where it is not 0. Both hosts
+        log more by their own weights, in slime's vanilla_tis_function: tis = rho = e^l, tis_abs = |rho - 1|, and with a
+        weight of level token tis_clipfrac, 1 where it is bounded. Metrics of the rule of the learning rate are
+        constants, which the host's mean keeps where every sample has a loss token.
         """
         shift = WATCH.next_shift(self.layout) if compares_in_update(self.args) else None
         corrected = self.corrected(train, correction, advantages, shift)
-        ratio = log_ratio(train, self.rollout_logprobs, self.loss_mask)
-        ell = ratio.value.clamp(-correction.log_ratio_bound, correction.log_ratio_bound)
-        metrics = {
-            "k1": -ell,
-            "k3": k3(ell),
-            "chi2_token": ell.expm1().square(),
-            "weight": corrected.weights,
-            "weight_squared": corrected.weights.square(),
-            "masked_token": ratio.valid & ~corrected.mask,
-            "nonfinite_share": ~ratio.valid,
-        }
+        metrics = per_token(train, self.rollout_logprobs, self.loss_mask, corrected, correction)
+        rho, weight = metrics["k1"].neg().double().exp(), correction.weight
         if shift is not None:
             metrics |= {"route_shift": shift, "route_tokens_touched": shift > 0}
-        rho, weight = ell.double().exp(), correction.weight
         metrics = prefixed(metrics) | {"tis": rho, "tis_abs": (rho - 1).abs()}
         if weight is not None and weight.level == "token":
             upper = weight.upper if isinstance(weight.upper, float | int) else math.inf
             metrics["tis_clipfrac"] = (rho < (weight.lower or 0)) | (rho > upper)
         found = {name: torch.where(self.loss_mask, value.float(), 0) for name, value in metrics.items()}
-        return corrected, found | {name: torch.full_like(ell, value) for name, value in LR_METRICS.items()}
+        return corrected, found | {name: torch.full_like(train, value) for name, value in LR_METRICS.items()}

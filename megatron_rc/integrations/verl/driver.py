@@ -13,14 +13,13 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.rejection import Rejection
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.weight import Weight
-from megatron_rc.integrations.log_names import PREFIX, measured, prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import PREFIX, checked, measured, prefixed, worth_logging
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import refuse_bypass, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
 from megatron_rc.learning_rate import scale
 
 WEIGHTS = "rollout_is_weights"
-_MASKS = ("response_mask", "loss_mask")
 
 SAME = {
     **{"kl": "k1", "k3_kl": "k3", "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl"},
@@ -46,7 +45,7 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     data = batch.batch
     train, rollout = data["old_log_probs"].float(), data["rollout_log_probs"].float()
     corrected = correct(train, rollout, data["response_mask"].bool(), correction=state.correction)
-    if state.acts:
+    if state.correction.acts:
         data[WEIGHTS] = corrected.weights
         gaps = _gaps(data)
         state.has_gaps = bool(gaps.any())
@@ -113,10 +112,8 @@ def apply_bypass_mode(original: Function, state: VerlPatch, *args: Any, **kwargs
 
 def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[str, float]:
     """Metrics for verl's log; ValueError above max_nonfinite_share or max_k3, and a warning where most is dropped."""
-    sums.check(state.settings.max_nonfinite_share, state.correction.max_k3)
-    values = sums.values()
-    warn(state.lost_batch.see(values, state.correction), *groups)
-    known = measured(values)
+    limit = state.settings.max_nonfinite_share
+    known = measured(checked(sums, state.correction, state.lost_batch, *groups, max_nonfinite_share=limit))
     return {**names_of_verl(known), **prefixed(worth_logging(known))}
 
 
@@ -134,15 +131,16 @@ def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
 
 def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: Any, metrics: Any) -> Any:
     """PPOTrainer._update_actor, whose batch is in the TransferQueue."""
-    if state.acts and (state.keeps_denominator or state.has_gaps):
+    keeps = state.settings.denominator == "kept"
+    if keeps or state.has_gaps:
         from verl.trainer.ppo.v1 import trainer_base as v1
 
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         logprobs = ["old_log_probs", "rollout_log_probs"] * state.has_gaps
         nested = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS, *logprobs])
         data, changed = nested.to_padded_tensor(), {}
-        if state.keeps_denominator:
-            changed = dict.fromkeys(_MASKS, _kept(data))
+        if keeps:
+            changed = dict.fromkeys(("response_mask", "loss_mask"), _kept(data))
         if state.has_gaps:
             changed["old_log_probs"] = _filled(data, _gaps(data))
         fields = {name: v1.response_to_nested(values, nested["response_mask"]) for name, values in changed.items()}
@@ -154,7 +152,7 @@ def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: A
 
 def update_actor_v0(original: Function, state: VerlPatch, trainer: Any, batch: Any) -> Any:
     """RayPPOTrainer._update_actor, which makes loss_mask of response_mask."""
-    if state.keeps_denominator and state.acts:
+    if state.settings.denominator == "kept":
         batch.batch["response_mask"] = _kept(batch.batch)
     answer = original(trainer, batch)
     _check_workers(state, answer.meta_info["metrics"])

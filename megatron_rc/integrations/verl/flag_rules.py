@@ -4,33 +4,17 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.facts import Fact, rules_of, stated_by
+from megatron_rc.integrations.facts import Fact, quantized, rules_of, stated_by, with_experts
 from megatron_rc.integrations.flag_rules import FlagRule, refused
-from megatron_rc.integrations.hf_checkpoint import quantized, with_experts
-from megatron_rc.integrations.verl import own_centering
-from megatron_rc.integrations.verl.refusals import (
-    ACTOR,
-    CORRECTION,
-    FUSED,
-    LOSS,
-    MTP,
-    PADDING,
-    ROLLOUT,
-    SAMPLING,
-    SAMPLING_FACTS,
-    STRATEGY,
-    refuse_values,
-)
+from megatron_rc.integrations.verl import own_centering, refusals
+from megatron_rc.integrations.verl.refusals import ACTOR, CORRECTION, FUSED, LOSS, MTP, PADDING, ROLLOUT, STRATEGY
 from megatron_rc.integrations.verl.settings import VARIABLE, prepared, read
 
 _HANDED_ON, _MODEL = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}", "actor_rollout_ref.model.path"
 _MEGATRON = f"{ACTOR}.megatron"
 _SHARDS, _SPLITS_ROWS = f"{_MEGATRON}.tensor_model_parallel_size", f"{_MEGATRON}.sequence_parallel"
 _REPLAY, _RETURNS_ROUTES = f"{_MEGATRON}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
-
-_DISTILLATION = "distillation.distillation_loss"
-_VEOMNI_REPLAY = f"{ACTOR}.veomni.router_replay.mode"
-
+_VEOMNI_REPLAY, _DISTILLATION = f"{ACTOR}.veomni.router_replay.mode", "distillation.distillation_loss"
 _ENGINES = ("vllm", "sglang")
 _QUANTIZED = (
     *(f"{ROLLOUT}.{name}" for name in ("quantization", "quantization_config_file")),
@@ -47,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     **own_centering.DEFAULTS,
     **{CORRECTION: {}, f"{CORRECTION}.loss_type": "ppo_clip", LOSS: "vanilla"},
     **{FUSED: False, PADDING: True, MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
-    **{f"{ROLLOUT}.calculate_log_probs": True, **SAMPLING},
+    **{f"{ROLLOUT}.calculate_log_probs": True, **refusals.SAMPLING},
     **{f"{ROLLOUT}.dtype": "bfloat16", f"{_MEGATRON}.dtype": "bfloat16"},
     **{_REPLAY: "disabled", _VEOMNI_REPLAY: "disabled", _RETURNS_ROUTES: False},
     **dict.fromkeys(("distillation.enabled", f"{_DISTILLATION}.use_policy_gradient"), False),
@@ -86,7 +70,7 @@ def _refusal(args: Any) -> str | None:
             return _is_bypass(args)
         return "megatron" if path == STRATEGY and _is_megatron(args) else args[path]
 
-    return refused(lambda: refuse_values(prepared(read(text)), value))
+    return refused(lambda: refusals.refuse_values(prepared(read(text)), value))
 
 
 def _is_bypass(args: Any) -> bool:
@@ -131,7 +115,7 @@ def _can_replay(args: Any) -> bool:
 
 
 FACTS = {
-    **SAMPLING_FACTS,
+    **refusals.SAMPLING_FACTS,
     "rollout_logprobs": stated_by(f"{ROLLOUT}.calculate_log_probs", f"Set {ROLLOUT}.calculate_log_probs=True."),
     "corrected": Fact(_corrects),
     "quantized": Fact(_quantized),

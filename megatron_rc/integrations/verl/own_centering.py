@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_rc.integrations.flag_rules import first_wrong
 from megatron_rc.integrations.verl.refusals import ACTOR, CORRECTION, FUSED, LOSS, ROLLOUT, STRATEGY
 
 OF_ACTOR = f"{ACTOR}.policy_loss.rollout_correction"
@@ -31,7 +32,7 @@ def mistake(args: Any, is_megatron: bool) -> str:
     if not is_asked_for(args):
         return ""
     flags = [f"{side}.score_centering" for side in (CORRECTION, OF_ACTOR)]
-    for wrong, sentence in (
+    return first_wrong(
         (not all(args[flag] for flag in flags), f"{' and '.join(flags)} must both be True"),
         (is_megatron, f"{STRATEGY} must be fsdp or fsdp2: verl has no centering with Megatron"),
         (args[FUSED] or args[_FUSED_ACTOR], f"{FUSED} and {_FUSED_ACTOR} must be False: centering reads the logits"),
@@ -53,7 +54,4 @@ def mistake(args: Any, is_megatron: bool) -> str:
         ),
         (args[f"{CORRECTION}.loss_type"] != "reinforce" or not args[f"{CORRECTION}.bypass_mode"],
          f"{CORRECTION}.bypass_mode must be True, and loss_type reinforce"),
-    ):  # fmt: skip
-        if wrong:
-            return sentence
-    return ""
+    )  # fmt: skip

@@ -63,7 +63,7 @@ def corrected_by_the_driver(state: VerlPatch, inner: Loss, given: Given) -> Answ
     """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing."""
     weights = given.rollout_is_weights
     if weights is None:
-        if state.acts:
+        if state.correction.acts:
             raise ValueError(
                 f"loss_mode={LOSS_MODE} has no weights: the trainer process of verl has not corrected the rollout. Set "
                 f"{VARIABLE} there too (and {MODULES}={PLUGIN}, where the package has no entry points)"
@@ -86,7 +86,7 @@ def corrected_by_the_worker(state: VerlPatch, inner: Loss, given: Given) -> Answ
     state.sums = [state.sums[0].merge(corrected.metrics) if state.sums else corrected.metrics]
     given = _finite(given, corrected.mask)
     if state.settings.surrogate == "ppo":
-        return inner(given._replace(rollout_is_weights=corrected.weights if state.acts else None))
+        return inner(given._replace(rollout_is_weights=corrected.weights if state.correction.acts else None))
     losses = -corrected.weights * given.advantages * given.log_prob
     loss = agg_loss(losses, given.response_mask, given.loss_agg_mode, **given.config.global_batch_info)
     return loss, {}

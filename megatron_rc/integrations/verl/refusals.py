@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_rc.integrations import flag_rules
 from megatron_rc.integrations.facts import narrowed_by, rules_of, stated_by
-from megatron_rc.integrations.flag_rules import refuse_by_path, value_at
+from megatron_rc.integrations.flag_rules import value_at
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import HANDED_ON, LOSS_MODE, VARIABLE, VerlPatch
 
@@ -67,7 +68,7 @@ def refuse(state: VerlPatch, config: Any) -> None:
     value = partial(value_at, config)
     refuse_values(state, value)
     if state.corrects:
-        refuse_by_path(rules_of(SAMPLING_FACTS), value, SAMPLING)
+        flag_rules.refuse(rules_of(SAMPLING_FACTS), value, SAMPLING)
 
 
 def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
@@ -110,7 +111,7 @@ def refuse_values(state: VerlPatch, value: Callable[[str], Any]) -> None:
             f"{LOSS} and inner must not be {inner} with a correction that drops tokens: they would still compete with "
             "the others for its quota"
         )
-    if inner == "geo_mean" and state.acts:
+    if inner == "geo_mean" and state.correction.acts:
         raise ValueError(
             f"{LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
             "weight of its whole sequence"

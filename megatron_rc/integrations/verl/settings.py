@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_rc import schema
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.flag_rules import refuse_correction
+from megatron_rc.integrations.flag_rules import refuse_correction, refuse_first
 from megatron_rc.integrations.scheduler_rule import HoldsRule, settings_of
 from megatron_rc.learning_rate.rule import AnyRuleSettings, LRRule, by_length, by_mismatch, check_lr_rule
 from megatron_rc.loss.options import Denominator, Surrogate, check_surrogate
@@ -97,19 +97,9 @@ class VerlPatch(HoldsRule):
         return self.settings.correction is not None
 
     @property
-    def acts(self) -> bool:
-        """Whether the correction changes a loss, rather than only measuring."""
-        return self.correction.acts
-
-    @property
     def by_the_loss(self) -> bool:
         """Whether the workers correct micro-batches, because the old policy is the sampler."""
-        return self.corrects and self.correction.old == "rollout"
-
-    @property
-    def keeps_denominator(self) -> bool:
-        """Whether rejected tokens leave the actor's update."""
-        return self.corrects and self.settings.denominator == "kept"
+        return self.correction.old == "rollout"
 
     @property
     def in_workers(self) -> bool:
@@ -119,7 +109,7 @@ class VerlPatch(HoldsRule):
     @property
     def watches_update(self) -> bool:
         """Whether the trainer process has anything to do around an update."""
-        return self.in_workers or (self.corrects and self.acts)
+        return self.in_workers or self.correction.acts
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> VerlPatch:
@@ -139,7 +129,7 @@ def prepared(settings: VerlSettings) -> VerlPatch:
         check_surrogate(settings.surrogate, correction)
         correction.check_one_micro_batch("loss_mode=megatron_rc")
     judges_advantages = any(gate.reads_advantages for gate in correction.reject)
-    for wrong, sentence in (
+    refuse_first(
         (correction.old == "current",
          "old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update"),
         (two_policies and correction.max_k3 is not None,
@@ -158,7 +148,5 @@ def prepared(settings: VerlSettings) -> VerlPatch:
          "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"),
         (by_mismatch(settings.lr_rule) and two_policies,
          "signal of lr_rule must be 'length' when old is 'rollout': nothing is measured before an update"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(sentence)
+    )  # fmt: skip
     return VerlPatch(settings, settings.lr_rule)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.collectives import all_reduced
 from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.scheduler_rule import get_optimizer_param_scheduler
 from megatron_rc.integrations.symbols import Function
@@ -49,10 +50,8 @@ def _signals(state: VerlPatch, data: Any, group: Any) -> Signals:
     """Mean response length, effective sample size and k3 of the samples of an update, over data-parallel ranks."""
     mask = _padded(data["response_mask"]).bool()
     lengths = mask.sum(-1)
-    pooled = torch.stack([lengths.sum(), (lengths > 0).sum()]).to(emulation.device(), torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(pooled, group=group)
-    tokens, responses = pooled.tolist()
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]).to(emulation.device(), torch.float64)
+    tokens, responses = all_reduced(counts, group if dist.is_initialized() else None).tolist()
     signals = Signals(length=tokens / responses if responses else None)
     if not by_mismatch(state.lr_rule):
         return signals

@@ -203,6 +203,8 @@ def test_configurations_of_old_and_new_transformers_compare_equal() -> None:
     }
     yarn = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert comparable(yarn)["rope_type"] == "yarn" and comparable(yarn)["factor"] == 4.0
+    of_layers = {"text_config": {"moe_num_experts": [1, 64]}, "num_experts": None}
+    assert comparable(of_layers)["num_experts"] == 64 and comparable({})["num_experts"] == 0
 
 
 ALL_ALIKE = [[[-3.6, 5, None], [-3.6, 6, None]], *META["output_top_logprobs"][1:]]

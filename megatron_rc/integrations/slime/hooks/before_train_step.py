@@ -10,8 +10,7 @@ from megatron_rc.integrations.scheduler_rule import SchedulerRule, loaded_state
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import KEY, compares_in_update, read
 from megatron_rc.integrations.slime.signals import LENGTHS, LR_METRICS
-from megatron_rc.learning_rate.rule import KEY as RULE
-from megatron_rc.learning_rate.rule import earlier_state, resume, state_of
+from megatron_rc.learning_rate import rule as rules
 from megatron_rc.learning_rate.scale import RuleSettings, Signals
 
 
@@ -24,7 +23,7 @@ class _Run(SchedulerRule):
         """The last rollout that the rule has counted."""
         if rollout_id > start:
             saved = loaded_state(scheduler).get(KEY, {})
-            state = dict(saved.get(RULE) or earlier_state(saved) or {})
+            state = dict(saved.get(rules.KEY) or rules.earlier_state(saved) or {})
             if state.get("rule") != rule.name or state["rollout_id"] > self.rollout_id:
                 raise ValueError(
                     f"megatron_rc.lr_rule needs its state after rollout {self.rollout_id} in the scheduler of the "
@@ -32,7 +31,7 @@ class _Run(SchedulerRule):
                     f"megatron_rc.lr_rule_start to {rollout_id}"
                 )
             self.rollout_id = state.pop("rollout_id")
-            resume(rule, state)
+            rules.resume(rule, state)
         super().__init__(scheduler, rule)
 
     def take(self, rollout_id: int, signals: Signals) -> None:
@@ -45,7 +44,7 @@ class _Run(SchedulerRule):
         LR_METRICS.update(self.rule.metrics())
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._own_state(), KEY: {RULE: {"rollout_id": self.rollout_id, **state_of(self.rule)}}}
+        return {**self._own_state(), KEY: {rules.KEY: {"rollout_id": self.rollout_id, **rules.state_of(self.rule)}}}
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -78,9 +77,8 @@ def before_train_step(
     start = max(settings.lr_rule_start, getattr(args, "num_critic_only_steps", 0) or 0)
     if rollout_id < start:
         return
-    if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _Run(settings.lr_rule, rollout_id, start, opt_param_scheduler)
-    run = _runs[opt_param_scheduler]
+    run = _runs.get(opt_param_scheduler) or _Run(settings.lr_rule, rollout_id, start, opt_param_scheduler)
+    _runs[opt_param_scheduler] = run
     # miles trains on a rollout again after it has discarded the update of that rollout
     if rollout_id > run.rollout_id:
         run.take(rollout_id, signals)

@@ -1,6 +1,5 @@
 """The hooks before the update: one has the routers watched, the other (slime alone) corrects a whole rollout."""
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rc.correction.warnings import LostBatchWarning
-from megatron_rc.integrations.log_names import prefixed, warn
+from megatron_rc.integrations.log_names import checked, measured, prefixed
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.signals import LENGTHS
@@ -63,16 +62,12 @@ def rollout_data(args: Namespace, rollout_id: int, rollout_data: dict[str, Any])
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
     limit = {} if settings.max_nonfinite_share is None else {"max_nonfinite_share": settings.max_nonfinite_share}
-    corrected.metrics.check(**limit, max_k3=correction.max_k3)
+    values = checked(corrected.metrics, correction, _LOST_BATCH, ranks.dp_cp_group, ranks.tp_group, **limit)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
     # 0 times NaN is NaN: a token that is dropped must not leave one in the gradient of the host's loss
     rollout_data["log_probs"] = list(torch.where(train.isfinite(), train, 0).split(layout.counts))
-    values = corrected.metrics.values()
-    warn(_LOST_BATCH.see(values, correction), ranks.dp_cp_group, ranks.tp_group)
     LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, correction))
-    for name, value in prefixed(values).items():
-        # the lists of expert shift, by layer and by position, have no place in the host's log
-        if not isinstance(value, list) and not math.isnan(value):
-            rollout_data[name] = torch.tensor(value)
+    # the lists of expert shift, by layer and by position, have no place in the host's log
+    rollout_data.update({name: torch.tensor(value) for name, value in prefixed(measured(values)).items()})

@@ -1,9 +1,8 @@
 """Whether a Hugging Face checkpoint is quantised or has experts, by its config.json or its name."""
 
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,23 +27,26 @@ class Checkpoint(NamedTuple):
     """What says so: "config.json" or "name"."""
 
 
-def read_checkpoint(path: object) -> Checkpoint:
-    """Facts about a folder or a model of the hub, from its config.json (here or in the hub's cache), else its name."""
+def read_checkpoint(path: object, hub: Path) -> Checkpoint:
+    """Facts on a folder or a model of the hub, by its config.json (here or in the cache ``hub``), else its name."""
     name = str(path or "")
-    config = _config_of(name)
+    config = _config_of(name, hub)
     if config is None:
         # the folder may be a variable of the shell, whose name says nothing
         lower = name.rstrip("/").rpartition("/")[2].lower() if "$" in name else name.lower()
         return Checkpoint(name, any(part in lower for part in _QUANTIZED_NAMES), bool(_MOE_NAMES.search(lower)), "name")
-    sections = list(_sections(config))
-    counts = [section[key] for section in sections for key in _NUMBER_OF_EXPERTS if key in section]
-    experts = [each for count in counts for each in (count if isinstance(count, list) else [count])]
-    is_quantized = any(section.get("quantization_config") for section in sections)
-    is_moe = any(isinstance(each, int) and each > 1 for each in experts)
-    return Checkpoint(name, is_quantized, is_moe, "config.json")
+    is_quantized = any(section.get("quantization_config") for section in _sections(config))
+    return Checkpoint(name, is_quantized, number_of_experts(config) > 1, "config.json")
 
 
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def number_of_experts(config: Mapping[str, Any]) -> int:
+    """The largest number of experts in a layer that a configuration states, under any of its names; 0 without one."""
+    counts = [section[key] for section in _sections(config) for key in _NUMBER_OF_EXPERTS if key in section]
+    of_layers = [each for count in counts for each in (count if isinstance(count, list) else [count])]
+    return max((each for each in of_layers if isinstance(each, int)), default=0)
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """A configuration and those nested in it: a multimodal model keeps its language model in one of them."""
     yield config
     for value in config.values():
@@ -52,23 +54,12 @@ def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _sections(value)
 
 
-def _config_of(name: str) -> dict[str, Any] | None:
+def _config_of(name: str, hub: Path) -> dict[str, Any] | None:
     if not name or "$" in name:
         return None
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser() / f"models--{name.replace('/', '--')}"
-    for file in (Path(name) / "config.json", *sorted(hub.glob("snapshots/*/config.json"), reverse=True)):
+    snapshots = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")
+    for file in (Path(name) / "config.json", *sorted(snapshots, reverse=True)):
         if file.is_file():
             config = json.loads(file.read_text(encoding="utf-8"))
             return config if isinstance(config, dict) else None
     return None
-
-
-def quantized(path: object) -> Checkpoint | None:
-    """The checkpoint, where it is quantised."""
-    return found if (found := read_checkpoint(path)).is_quantized else None
-
-
-def with_experts(path: object) -> Checkpoint | None:
-    """The checkpoint, where it is a mixture of experts."""
-    return found if (found := read_checkpoint(path)).is_moe else None

@@ -1,20 +1,79 @@
-"""Checks of a host codebase: whether the patch was made for it, its flags, and what its Python lacks."""
+"""Checks of a host codebase, which is not imported: whether the patch was made for it, its flags, and its Python."""
 
-from collections.abc import Sequence
-from functools import partial
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from platform import python_version
 
-from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
-from megatron_rc.doctor.host.flags import EXPANDED, Flags
+from megatron_rc.doctor.host.flags import EXPANDED, Arguments, Flags
+from megatron_rc.doctor.host.overrides import Overrides
+from megatron_rc.doctor.python import ENVIRONMENT, read_environment
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
-from megatron_rc.integrations.facts import MEGATRON_RULES
+from megatron_rc.integrations.facts import MEGATRON_DEFAULTS, MEGATRON_RULES
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.symbols import Host, Symbol
-from megatron_rc.versions import MEGATRON_CORE, TRITON, installing, is_older, is_release
+from megatron_rc.integrations.hosts import HOSTS, host_named
+from megatron_rc.integrations.symbols import Host, Inspected, Symbol, inspect_symbols
+from megatron_rc.versions import find_module
 
-INSTALL = f"Run doctor in the environment that trains, or {installing('train')}."
-ENVIRONMENT: Registry[Environment] = Registry("Python environment")
+
+@dataclass(frozen=True)
+class HostFacts:
+    host: Host
+    is_importable: bool
+    version: str | None
+    symbols: Mapping[str, Inspected]
+    """Symbols by path."""
+    given_flags: Flags | None = None
+    asked: bool = False
+    """The user named this host."""
+    helpers_folder: str | None = None
+    """Folder in which Megatron calls make before training, if it has no Makefile; None if make can run."""
+    python: str = field(default_factory=python_version)
+    """The version of this Python."""
+
+    @property
+    def flags(self) -> Flags:
+        if self.given_flags is None:
+            raise Undecided("the host's flags are not known", "Give them after --, or in a file with --flags-file.")
+        return self.given_flags
+
+    @cached_property
+    def args(self) -> Arguments | Overrides:
+        """The host's settings by name; a chain of YAML files is read once."""
+        host = self.host
+        if host.reads_overrides:
+            return Overrides(self.flags, host.flag_defaults, host.own_configs)
+        return Arguments(self.flags, {**MEGATRON_DEFAULTS, **host.flag_defaults}, host.config_flag)
+
+    @property
+    def without_rl(self) -> str:
+        """What in the command says that its program has no policy gradient; empty for all others."""
+        named = self.host.without_rl
+        found = re.search(named or "(?!)", " ".join(self.flags.words) if named.startswith("--") else self.args.program)
+        return found[0] if found else ""
+
+    def require_importable(self) -> None:
+        if not self.is_importable:
+            raise Undecided(f"{self.host.name} cannot be imported here", self.host.where)
+
+
 PRESENCE: Registry[HostFacts] = Registry("presence")
+
+
+def read_hosts(names: Sequence[str], flags: Flags | None) -> list[HostFacts]:
+    """Facts of the named hosts, or of all known ones without names; ValueError for an unknown name."""
+    core = find_module("megatron.core")
+    folder = Path(core.origin).parent / "datasets" if core and core.origin else None
+    helpers = None if folder is None or (folder / "Makefile").is_file() else str(folder)
+    found = []
+    for host in [host_named(name) for name in names] or HOSTS.values():
+        here = host.is_importable()
+        symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)} if here else {}
+        version = host.read_version() if here else None
+        found.append(HostFacts(host, here, version, symbols, flags, bool(names), helpers))
+    return found
 
 
 def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path | None) -> dict[str, list[Finding]]:
@@ -146,63 +205,3 @@ def dataset_helpers(facts: HostFacts) -> Finding:
         "Copy the Makefile of NVIDIA/Megatron-LM's megatron/core/datasets there, or set megatron.core.datasets.utils."
         "compile_helpers = lambda: None before pretrain: a wheel has the helpers compiled.",
     )
-
-
-@ENVIRONMENT.check
-def megatron_core(facts: Environment) -> Finding:
-    """The installed version against those that this package was tested with."""
-    installed = facts.megatron_core
-    if installed is None:
-        return note("megatron-core is not installed: nothing trains here", INSTALL)
-    if not is_release(installed, MEGATRON_CORE):
-        problem = f"megatron-core {installed} is none of {', '.join(MEGATRON_CORE)}"
-        return warning(problem, f"Install megatron-core {MEGATRON_CORE[0]} to {MEGATRON_CORE[-1]}.")
-    return good(f"megatron-core {installed}")
-
-
-def _library(module: str, name: str, without: str, fix: str) -> None:
-    def look(facts: Environment) -> Finding:
-        installed = facts.libraries[module]
-        return note(f"{name} is missing: {without}", fix) if installed is None else good(f"{name} {installed}")
-
-    ENVIRONMENT.add(Check(name, "installed or not", look))
-
-
-_library("torch", "torch", "settings, reports and this command work, and nothing that takes tensors does", INSTALL)
-
-
-@ENVIRONMENT.check
-def triton(facts: Environment) -> Finding:
-    """The installed version against the oldest that the kernels run with."""
-    installed, fix = facts.libraries["triton"], f"Install triton {TRITON.oldest} or newer."
-    if installed is None:
-        return note("triton is missing: the kernels of megatron_rc do not run, its PyTorch reference does", fix)
-    if is_older(installed, TRITON.oldest):
-        return note(f"triton {installed} is too old for the kernels of megatron_rc; its PyTorch reference runs", fix)
-    return good(f"triton {installed}")
-
-
-_library(
-    "transformer_engine",
-    "transformer-engine",
-    "Megatron runs its local layers, without context parallelism, fp8, or tensor parallelism of experts",
-    "pip install transformer-engine[pytorch] (it compiles, with nvcc), or use an NGC container.",
-)
-_library(
-    "flash_attn",
-    "flash-attn",
-    "packed sequences take TransformerEngine's fused attention, or Megatron's local one",
-    "pip install flash-attn, unless TransformerEngine's fused attention is meant to run.",
-)
-
-
-@ENVIRONMENT.check
-def apex(facts: Environment) -> Finding:
-    """Installed or not."""
-    if facts.libraries["apex"] is None:
-        fix = "Build NVIDIA/apex from source, or pass --no-gradient-accumulation-fusion and --no-persist-layer-norm."
-        return note("NVIDIA Apex is missing: weight gradients are added by a separate kernel, norms are torch's", fix)
-    if not facts.apex_kernels:
-        fix = "pip uninstall apex, and build NVIDIA/apex from source if it is wanted."
-        return warning("the package apex that is installed is not NVIDIA's, which is not on PyPI", fix)
-    return good(f"NVIDIA Apex {facts.libraries['apex']}")
