@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS
-from refusals import Ended, run
+from refusals import Ended, refuses, run
 from simulated_dumps import TRAPS, diagnosed, honest, small_honest, world, write_dump
 
 from megatron_rc.analyze import output, terminal
@@ -267,8 +267,6 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     assert not [host for host in HOSTS if f"{host}:" in terminal.text(diagnosis)]
     text = " ".join(terminal.text(diagnosis, host="TRL").split())
     assert f"RC102 in TRL: {diagnosis.verdicts[0].page.fixes['TRL']}" in text
-    with pytest.raises(ValueError, match="unknown codebase 'trl2'; known: verl, slime"):
-        terminal.host_named("trl2")
+    refuses("unknown codebase 'trl2'; known: verl, slime", terminal.host_named, "trl2")
     assert terminal.host_named("megatron-lm") == "Megatron-LM"
-    with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
-        terminal.host_named("prime-rl")
+    refuses("dumps of prime-rl are read, but no fixes are written for it; known: verl", terminal.host_named, "prime-rl")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from torch import Tensor
 
 from megatron_rc import Rejection, RolloutCorrection, Weight
@@ -89,10 +90,8 @@ def test_sums_of_parts_add_up_and_dropped_tokens_stay_in_the_denominator(copied:
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(copied: ModuleType, fields: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        copied.Settings(*fields)
-    with pytest.raises(ValueError, match=r"must be \[B, T\]"):
-        copied.correct(torch.zeros(3), torch.zeros(3), torch.ones(3), copied.Settings())
+    refuses(said, copied.Settings, *fields)
+    refuses(r"must be \[B, T\]", copied.correct, torch.zeros(3), torch.zeros(3), torch.ones(3), copied.Settings())
 
 
 def test_the_file_is_small_and_imports_torch_alone() -> None:

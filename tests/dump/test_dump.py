@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from refusals import refuses
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import NUMBERS, OPTIONAL, SAMPLING_KEY, SCHEMA, read_dump
@@ -159,17 +160,13 @@ def test_a_wrong_schema_names_the_file_and_the_column(tmp_path: Path) -> None:
     file = DumpWriter(tmp_path).write(1, example_batch(samples), samples=samples, seeds=[1, 2, 3])
     table = pq.read_table(file)
     pq.write_table(table.drop_columns(["reward"]), file)
-    with pytest.raises(ValueError, match=r"step-000001\.parquet: column 'reward' is missing"):
-        list(read_dump(tmp_path))
+    refuses(r"step-000001\.parquet: column 'reward' is missing", list, read_dump(tmp_path))
     place = table.schema.get_field_index("seed")
     pq.write_table(table.set_column(place, "seed", table["seed"].cast(pa.float64())), file)
-    with pytest.raises(ValueError, match=r"step-000001\.parquet: column 'seed' must be of type int64, got double"):
-        list(read_dump(tmp_path))
+    refuses(r"step-000001\.parquet: column 'seed' must be of type int64, got double", list, read_dump(tmp_path))
     file.write_bytes(b"PAR1 cut short")
-    with pytest.raises(ValueError, match=r"step-000001\.parquet is not a whole Parquet file"):
-        list(read_dump(tmp_path))
-    with pytest.raises(ValueError, match="nothing_here holds no dump"):
-        list(read_dump(tmp_path / "nothing_here"))
+    refuses(r"step-000001\.parquet is not a whole Parquet file", list, read_dump(tmp_path))
+    refuses("nothing_here holds no dump", list, read_dump(tmp_path / "nothing_here"))
 
 
 def test_documented_columns_are_the_columns_of_the_schema() -> None:
@@ -240,5 +237,4 @@ def test_replay_refuses_a_dump_whose_seeds_are_not_unique(tmp_path: Path) -> Non
     samples = example_samples()
     for step in (1, 2):
         DumpWriter(tmp_path).write(step, example_batch(samples), samples=samples, seeds=[1, 2, step + 2])
-    with pytest.raises(ValueError, match=r"step-000002\.parquet: seed 1 is also recorded in .*step-000001\.parquet"):
-        RecordedEngine(tmp_path)
+    refuses(r"step-000002\.parquet: seed 1 is also recorded in .*step-000001\.parquet", RecordedEngine, tmp_path)

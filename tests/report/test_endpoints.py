@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from megatron_rc.report.endpoints import Endpoints, Outcome, failed, outcome, outcome_of
 
@@ -75,15 +76,13 @@ def test_a_fall_that_the_run_ends_in_is_neither_collapse_nor_relapse() -> None:
 
 
 def test_a_run_too_short_for_the_rules_is_refused() -> None:
-    with pytest.raises(ValueError, match="need 6 evaluations or more, got 5"):
-        judged(*[0.5] * 5)
+    refuses("need 6 evaluations or more, got 5", judged, *[0.5] * 5)
     assert judged(*[0.5] * 5, rules=Endpoints(to_end=2)).final == 0.5
 
 
 @pytest.mark.parametrize("fields", [{"fall": 0.0}, {"failure": 1.0}, {"window": 0}, {"to_end": 0}])
 def test_rules_that_cannot_act_are_refused(fields: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        Endpoints(**fields)
+    refuses(next(iter(fields)), Endpoints, **fields)
 
 
 def test_a_run_that_stopped_because_log_probs_were_not_finite_has_collapsed_and_failed() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from report_pages import Page, rl, warmup, write_all
 
 from megatron_rc.drawing import axes, svg
@@ -71,8 +72,7 @@ def test_a_metric_that_was_not_measured_leaves_its_plot_out_and_is_named(tmp_pat
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     write_all(tmp_path, [])
-    with pytest.raises(ValueError, match="holds no finished step"):
-        write_report(tmp_path)
+    refuses("holds no finished step", write_report, tmp_path)
 
 
 def test_a_long_run_stays_small_and_keeps_its_peaks(tmp_path: Path) -> None:
@@ -182,11 +182,9 @@ def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
 def test_a_picture_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     write_all(tmp_path, warmup([1, 2]))
-    with pytest.raises(ValueError, match="holds no metric that is part of the picture"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")
+    refuses("holds no metric that is part of the picture", write_curves_png, tmp_path, tmp_path / "curves.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"matplotlib is not installed: .* -e '.\[report\]'"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")
+    refuses(r"matplotlib is not installed: .* -e '.\[report\]'", write_curves_png, tmp_path, tmp_path / "curves.png")
 
 
 def test_a_logarithmic_axis_takes_negative_values_and_ends_where_the_data_end() -> None:

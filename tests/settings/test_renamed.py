@@ -2,6 +2,7 @@
 
 import pytest
 from jobs import ROOT
+from refusals import refusal, refuses
 
 from megatron_rc import schema
 from megatron_rc.integrations.run_script import patch_settings
@@ -30,17 +31,13 @@ WRAPPED = (
     ],
 )
 def test_an_old_name_is_refused_with_the_new_one(text, assigned, sentence) -> None:
-    with pytest.raises(ValueError) as caught:
-        job.load(text, assigned)
-    assert str(caught.value) == sentence
+    assert refusal(job.load, text, assigned) == sentence
 
 
 def test_an_old_section_of_a_patched_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renamed, "RENAMED", WRAPPED)
-    with pytest.raises(ValueError, match="^decay is now lr_rule with rule: decay$"):
-        patch_settings(assignments=["decay.period=3"])
-    with pytest.raises(ValueError, match="^old.rule is now old.how$"):
-        schema.from_dict(SlimeSettings, {"old": {"rule": 3}})
+    refuses("^decay is now lr_rule with rule: decay$", patch_settings, assignments=["decay.period=3"])
+    refuses("^old.rule is now old.how$", schema.from_dict, SlimeSettings, {"old": {"rule": 3}})
 
 
 @pytest.mark.parametrize(

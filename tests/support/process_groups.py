@@ -1,10 +1,10 @@
 """The living processes of a group, and those that a process started."""
 
 import os
-import time
 from contextlib import suppress
 
 import psutil
+from waiting import until
 
 
 def _groups(processes: list[psutil.Process]) -> dict[int, int]:
@@ -31,7 +31,4 @@ def descendants(process: int) -> dict[int, int]:
 
 
 def nothing_is_left(group: int, seconds: float = 600) -> bool:
-    deadline = time.monotonic() + seconds
-    while members(group) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not members(group)
+    return until(lambda: not members(group), seconds=seconds)

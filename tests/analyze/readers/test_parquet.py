@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from host_batches import RECORDS, column, write_parquet
+from refusals import refuses
 
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.readers import open_dump, parquet
@@ -86,16 +87,14 @@ def test_a_text_column_may_be_dictionary_encoded_and_cannot_steer_a_terminal(tmp
 )
 def test_a_column_of_a_wrong_type_is_refused_by_name(name: str, array: pa.Array, expected: str, tmp_path: Path):
     path = with_column(tmp_path, name, array)
-    with pytest.raises(ValueError, match=rf"step-000003\.parquet: column '{name}' {expected}"):
-        read(path)
+    refuses(rf"step-000003\.parquet: column '{name}' {expected}", read, path)
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "reward"])
 def test_a_column_that_is_there_twice_is_refused(name: str, tmp_path: Path):
     table = pa.Table.from_pylist(RECORDS)
     pq.write_table(table.append_column(name, table[name]), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=rf"column '{name}' is there 2 times"):
-        read(tmp_path)
+    refuses(rf"column '{name}' is there 2 times", read, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,7 @@ def test_a_row_group_beyond_the_bounds_is_refused_before_it_is_decoded(tmp_path:
     assert (tmp_path / "x.parquet").stat().st_size < 100_000
     monkeypatch.setattr(parquet, "MAX_GROUP_VALUES", 3_000_000)
     allocated = pa.total_allocated_bytes()
-    with pytest.raises(ValueError, match=r"row group 0 declares \d+ bytes and 4000000 values; at most"):
-        read(tmp_path)
+    refuses(r"row group 0 declares \d+ bytes and 4000000 values; at most", read, tmp_path)
     assert pa.total_allocated_bytes() - allocated < 1 << 20
 
 
