@@ -13,14 +13,13 @@ from enumeration import VOCABULARY, World
 from rich.console import Console
 from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 
+from megatron_rc import Extras, correct
 from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.statistics.drift import Drift
 from megatron_rc.analyze.statistics.residual import top_of
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
-from megatron_rc.correction.correct import correct
-from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.versions import installing
 

@@ -1,13 +1,19 @@
-"""Documents name files that exist, links lead somewhere, and two habits of language stay out."""
+"""Documents: files that exist, links that lead somewhere, commands and blocks that run, and habits that stay out."""
 
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from shell_blocks import ROOT, TAG, bare, lacks, shell_blocks, typed
 
-ROOT = Path(__file__).parents[2]
+from megatron_rc.cli import app
+from megatron_rc.settings import job
+
 TEXT = (".py", ".md", ".sh", ".sbatch", ".yaml", ".yml", ".toml")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # plural nouns that are no verbs, and what they are counted by
@@ -78,3 +84,55 @@ def test_rates_say_per_and_docstrings_start_with_their_noun() -> None:
 )
 def test_the_two_habits_are_recognised(line: str) -> None:
     assert RATE_WITHOUT_PER.search(line) or STARTS_WITH_OF.search(line)
+
+
+ROWS = re.findall(r"^\| (.+) \| (.+) \| `(.+)` \|$", (ROOT / "docs/symptoms.md").read_text(), re.M)
+
+ASKED = (
+    "which cap for my response length", "normal for my model", "Bypass mode", "NVFP4", "bounds by lag", "record a dump",
+    "collapse on Megatron", "routing replay", "after a resume", "panels of my host",
+)  # fmt: skip
+"""Words of questions that are asked in the trackers of the field again and again."""
+
+
+def test_questions_that_users_ask_are_rows_by_their_own_words() -> None:
+    assert [words for words in ASKED if not any(words in symptom for symptom, _, _ in ROWS)] == []
+
+
+def test_every_symptom_has_a_page_and_a_command_whose_options_and_settings_exist() -> None:
+    assert len(ROWS) >= 15 and all("](" in place for _, place, _ in ROWS)
+    commands = [shlex.split(command.replace("-m megatron_rc", "megatron-rc")) for _, _, command in ROWS]
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    ours = [words[words.index("megatron-rc") + 1 :] for words in commands if "megatron-rc" in words]
+    assert len(ours) >= 20
+    for verb, *words in ours:
+        job.load("name: run", verbs[verb].make_context(verb, list(words)).params.get("assignments") or [])
+
+
+LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+# the README first: what it says of the shell holds for all other pages
+PAGES = sorted(LISTED.stdout.split(), key=lambda name: (name != "README.md", name))
+BLOCKS = [block for name in PAGES for block in shell_blocks((ROOT / name).read_text(), name)]
+RUN = [block for block in BLOCKS if block.tag == "run"]
+
+
+def test_every_block_says_whether_it_is_run_and_if_not_why() -> None:
+    assert [block.place for block in BLOCKS if not TAG.fullmatch(block.tag)] == []
+    assert [block.place for block in RUN if len(block.commands) != len(block.prints)] == []
+
+
+def test_the_blocks_run_from_one_shell_and_each_command_answers_as_no_other_does(tmp_path: Path) -> None:
+    if not Path(sys.prefix, "bin/activate").exists():
+        pytest.skip("the blocks activate a virtual environment, and this Python is in none")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    files = "git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -dt"
+    subprocess.run(f"{files} {clone}", shell=True, cwd=ROOT, check=True)
+    (clone / ".venv").symlink_to(sys.prefix)
+    wanted = {command: line for block in RUN for command, line in zip(block.commands, block.prints, strict=True)}
+    answers = dict(zip(wanted, typed(wanted, clone, tmp_path / "home"), strict=True))
+    wrong = [f"{bare(command)}: {lack}" for command in wanted if (lack := lacks(*answers[command], wanted[command]))]
+    assert not wrong, "\n".join(wrong)
+    told = [command for command in wanted if wanted[command] != "nothing" and "--help" not in command]
+    same = [(a, b) for a in told for b in answers if a != b and not lacks(*answers[b], wanted[a])]
+    assert len(told) >= 25 and same == []

@@ -2,8 +2,12 @@
 
 import ast
 import runpy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from ceilings import GENERATED, LINES, WORDS
 
 floors = runpy.run_path(str(Path(__file__).with_name("test_floors.py")))
 FLOORS, ROOT = floors["FLOORS"], floors["ROOT"]
@@ -110,3 +114,28 @@ def test_a_bare_number_is_seen_and_a_reason_in_any_of_the_three_places_is_too() 
     bare = "A = 5\nB: float = -2.0**3\nC = (1, 2)\nD = {'a': 1}\nE = 2 * 3  # fmt: skip\nF, G = True, 'text'\n"
     assert [*bare_constants(bare)] == ["A", "B", "C", "D", "E"]
     assert [*bare_constants('A = 5\n"""Why."""\n# why\nB = 5\nC = 5  # why\n')] == []
+
+
+def listed(*patterns: str) -> list[Path]:
+    """Files that are under version control, or will be; links to folders are followed nowhere."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in sorted(set(names)) if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("area", LINES)
+def test_an_area_has_no_more_lines_of_python_than_its_ceiling(area: str) -> None:
+    lines = sum(path.read_bytes().count(b"\n") for path in listed(f"{area}/*.py" if area else "*.py"))
+    assert 0 < lines <= LINES[area], f"{area or 'the repository'} has {lines:,} lines, its ceiling is {LINES[area]:,}"
+
+
+def test_no_file_is_longer_than_one_idea() -> None:
+    lines = {path: path.read_bytes().count(b"\n") for path in listed("*.py")}
+    assert {str(path): n for path, n in lines.items() if n > 350} == {}
+
+
+def test_the_documents_have_no_more_words_than_their_ceiling() -> None:
+    generated = {ROOT / f"docs/{name}.md" for name in GENERATED}
+    assert generated <= {*listed("docs/*.md")}, "a generated document has another name now"
+    words = sum(len(page.read_text().split()) for page in listed("docs/*.md") if page not in generated)
+    assert words <= WORDS, f"the documents have {words:,} words, their ceiling is {WORDS:,}"

@@ -11,10 +11,9 @@ from correction_cases import Case, below_zero, case, correct, gapped, padded_aro
 from refusals import refuses
 from torch import Tensor
 
+from megatron_rc import MetricSums, loss_scale
 from megatron_rc.correction.correct import pair_metrics
-from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.loss.scale import loss_scale
 
 INF, NAN = math.inf, math.nan
 PAIR = ("train_logprobs", "rollout_logprobs", "loss_mask")

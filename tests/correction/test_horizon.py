@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rc import RolloutCorrection, correct
-from megatron_rc.correction.settings import Rejection, Weight
+from megatron_rc import Rejection, RolloutCorrection, Weight, correct
 from megatron_rc.correction.warnings import LostBatchWarning, horizon, lost_batch, predicted_ess
 
 K3 = 2e-3

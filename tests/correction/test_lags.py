@@ -10,8 +10,7 @@ from correction_cases import Case, case, correct, on_gaps
 from test_correction import check
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc import Corrected, Rejection, RolloutCorrection, Weight
 
 BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}
 WITHOUT_LAGS = "lags must be given for a rejection on 'lag' and for a weight whose bounds"

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from refusals import refuses
 from torch import Tensor
 
-from megatron_rc import Rejection, RolloutCorrection, Weight
+from megatron_rc import Rejection, RolloutCorrection, Weight, policy_loss
 from megatron_rc import correct as correct_of_library
-from megatron_rc.loss.policy_loss import policy_loss
 
 PATH = Path(__file__).parents[2] / "examples/rollout_correction.py"
 BOUNDS = st.sampled_from([(None, 2.0), (0.5, 2.0), (0.5, None), (0.9, 1.1), (0.5, 5.0)])

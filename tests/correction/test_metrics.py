@@ -9,11 +9,10 @@ from correction_book import by_the_book
 from correction_cases import below_zero, case, correct
 from refusals import refuses
 
+from megatron_rc import MetricSums, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import warnings as alarms
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.formulas import METRICS, SHARES
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 
 def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:

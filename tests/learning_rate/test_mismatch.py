@@ -9,8 +9,7 @@ import torch
 from length_curves import assert_every_state_resumes
 from refusals import refuses
 
-from megatron_rc import MetricSums, MismatchLR, RolloutCorrection, correct, patch
-from megatron_rc.correction.settings import Weight
+from megatron_rc import MetricSums, MismatchLR, RolloutCorrection, Weight, correct, patch
 from megatron_rc.drawing.series import Mark
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.slime.settings import SlimeSettings

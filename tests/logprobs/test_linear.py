@@ -12,10 +12,9 @@ from loss_batch import grouped
 from refusals import refuses
 from torch import Tensor
 
-from megatron_rc.logprobs.inputs import HeadInputs
+from megatron_rc import HeadInputs, policy_loss
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_distribution
-from megatron_rc.loss.policy_loss import policy_loss
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
 BACKEND = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.kernel)])

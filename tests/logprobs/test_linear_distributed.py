@@ -10,13 +10,9 @@ from distributed import Collectives, run_ranks
 from head_case import Case, Result, by_head, distance, exact, head_case
 from torch import Tensor
 
+from megatron_rc import HeadInputs, LossOptions, correct, linear_policy_loss, loss_scale
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.logprobs.linear import linear_policy_loss
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.scale import loss_scale
 
 WIDTHS = (8, 5)
 TOKENS, CHUNK = 12, 5

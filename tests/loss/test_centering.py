@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rc import LossOptions, RolloutCorrection, correct, policy_loss
+from megatron_rc import LossOptions, Rejection, RolloutCorrection, Weight, centered_logprobs, correct, policy_loss
 from megatron_rc.batch import Support, TopIds
-from megatron_rc.correction.rejection import Rejection
-from megatron_rc.correction.weight import Weight
-from megatron_rc.logprobs.centered import centered_logprobs
 from megatron_rc.logprobs.centering import centering_metrics
 
 V = 9

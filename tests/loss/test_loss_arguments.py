@@ -9,15 +9,12 @@ from loss_batch import corrected_of, evaluate, grouped, padded, random_batch
 from refusals import refusal
 from story import story
 
+from megatron_rc import Corrected, MetricSums, loss_scale, policy_loss
 from megatron_rc import loss as room
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Surrogate, Weight
 from megatron_rc.loss import advantages as baselines
 from megatron_rc.loss import reference
 from megatron_rc.loss.options import AGGREGATIONS, KL_ESTIMATORS, SURROGATES, LossOptions
-from megatron_rc.loss.policy_loss import policy_loss
-from megatron_rc.loss.scale import loss_scale
 from speed.operations import OperationCount
 
 MASK_OF_FLOATS = Corrected(torch.ones(2), torch.ones(2), torch.ones(2).bool(), MetricSums())

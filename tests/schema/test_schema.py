@@ -8,9 +8,8 @@ import pytest
 from refusals import refuses
 from typer.testing import CliRunner
 
-from megatron_rc import schema
+from megatron_rc import RolloutCorrection, Weight, schema
 from megatron_rc.cli import app
-from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.jobs.describe import describe
 from megatron_rc.schema.choice import Choice
 from megatron_rc.settings import job as settings

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc import Corrected, Extras, RolloutCorrection, Weight
 from megatron_rc.correction import correct as of_package
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.inputs import Extras
-from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 
 @dataclass

@@ -12,8 +12,7 @@ from correction_cases import Case, below_zero, correct
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc import Corrected, Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.launch_table import LAUNCH
 
 INF, NAN = math.inf, math.nan

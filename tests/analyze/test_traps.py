@@ -1,4 +1,4 @@
-"""Every rule answers to its trap and to no other, on simulated dumps, and claims no more than what it was tried on."""
+"""Every rule answers to its trap and to no other, on simulated dumps and on committed ones of real engines."""
 
 from dataclasses import replace
 
@@ -7,7 +7,10 @@ import pytest
 from headlines import contradictions
 from simulated_dumps import TRAPS, chunk_of, diagnosed, draw, honest, levels, log_softmax, sampled, small_honest, world
 
+from diagnosis.traps import planted, server
+from diagnosis.traps.dumps import EXAMPLES, TESTS, slug
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.headline import HEADLINES, headline
 from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.rules import rc203
@@ -190,3 +193,37 @@ def test_weights_that_are_updated_in_flight_are_no_other_prompt() -> None:
     assert levels(diagnosed(sampled(w, moved, **versions))) == {"RC502": Level.LAG}
     unlabelled = diagnosed(sampled(world(1, sequences=96), moved))
     assert levels(unlabelled) == {"RC205": Level.BUG}
+
+
+WRONG_TENSOR = ("wrong-conversion-of-one-tensor", "server-wrong-conversion")
+"""Size alone accuses nobody."""
+EXPECTED = {slug(name): {trap.answer: Level(trap.level)} for name, trap in (planted.TRAPS | server.TRAPS).items()}
+EXPECTED["expert-flips"]["RC501"] = Level.NUMERICS
+# 0.5 % of the probability: a top-k would take as much
+EXPECTED["padded-vocabulary"] = {"RC102": Level.BUG}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) -> None:
+    found = diagnose_dump(TESTS / f"{name}.parquet")
+    assert levels(found) == EXPECTED[name]
+    assert contradictions(found) == []
+
+
+@pytest.mark.parametrize("name", WRONG_TENSOR)
+def test_the_size_of_a_gap_is_doubted_until_the_precision_is_known(name: str) -> None:
+    found = diagnose_dump(TESTS / f"{name}.parquet")
+    assert headline(found).startswith("CANNOT TELL") and "--precision" in found.verdicts[0].sentence
+    bf16, int8 = (diagnose_dump(TESTS / f"{name}.parquet", known=Known(kind)) for kind in ("bf16", "int8"))
+    assert "above what bf16 usually gives" in bf16.verdicts[-1].sentence
+    assert headline(int8) == HEADLINES[Level.NUMERICS]
+
+
+def test_every_committed_dump_is_judged_here() -> None:
+    assert {file.stem for file in TESTS.glob("*.parquet")} == EXPECTED.keys()
+
+
+def test_the_committed_dumps_stay_small() -> None:
+    examples = list(EXAMPLES.glob("*.parquet"))
+    assert len(examples) == 2 and all(file.stat().st_size <= 200_000 for file in examples)
+    assert sum(file.stat().st_size for file in TESTS.glob("*.parquet")) <= 3_000_000
