@@ -1,4 +1,4 @@
-"""A job killed in the middle of a step goes on bit for bit, and those of commit 259cf36 in tests/support/earlier/ do."""
+"""A job killed in the middle of a step goes on bit for bit, and one of commit 259cf36 in tests/support/earlier/ too."""
 
 import re
 import shutil
