@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from headlines import contradictions
-from simulated_dumps import TRAPS, chunk_of, diagnosed, draw, honest, levels, log_softmax, sampled, small_honest, world
+import simulated_dumps
+from simulated_dumps import TRAPS, contradictions, diagnosed, honest, levels, log_softmax, sampled, world
 
 from diagnosis.traps import planted, server
 from diagnosis.traps.dumps import EXAMPLES, TESTS, slug
@@ -77,7 +77,7 @@ def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
     random = np.random.default_rng(1)
     pi = np.log(random.dirichlet(np.full(16, 0.5), size=1))
     mu = log_softmax(pi + 0.003 * random.normal(size=(1, 16)))
-    ids = draw(random, np.repeat(mu, 6000, axis=0))
+    ids = simulated_dumps.draw(random, np.repeat(mu, 6000, axis=0))
     chunk = Chunk(pi[0, ids], mu[0, ids], np.arange(601) * 10, {"entropy": np.full(6000, -(np.exp(pi) * pi).sum())})
     assert [*levels(diagnosed(chunk))] == ["RC501"]
 
@@ -121,21 +121,24 @@ def test_shifted_experts_without_their_column_are_numerics_and_the_text_names_th
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_no_size_of_noise_is_called_a_bug_or_a_suspect(noise: float) -> None:
     """l holds the noise of log mu, and explains itself by regression: by a fifth of its variance at 0.5."""
-    found = diagnosed(small_honest(1, sequences=300, noise=noise))
+    found = diagnosed(simulated_dumps.small_honest(1, sequences=300, noise=noise))
     assert levels(found) == {"RC501": Level.NUMERICS}
     assert headline(found).startswith("CANNOT TELL") and "--model-kind" in found.verdicts[0].sentence
-    assert headline(diagnosed(small_honest(1, sequences=300, noise=noise), known=Known(kind="moe"))) == NUMERICS
+    assert (
+        headline(diagnosed(simulated_dumps.small_honest(1, sequences=300, noise=noise), known=Known(kind="moe")))
+        == NUMERICS
+    )
 
 
 def test_a_floor_of_the_users_own_is_what_the_gap_is_compared_with() -> None:
-    chunk = small_honest(1, sequences=300, noise=0.5)
+    chunk = simulated_dumps.small_honest(1, sequences=300, noise=0.5)
     assert "above three times the measured floor" in diagnosed(chunk, known=Known(floor=0.1)).verdicts[0].sentence
     for known in (Known(floor=0.5), Known("int4", floor=0.1), Known("int8", floor=0.3)):
         assert headline(diagnosed(chunk, known=known)) == NUMERICS and not known.fine
 
 
 def test_a_floor_of_zero_counts_as_the_rounding_of_fp32_and_leaves_experts_and_a_precision_what_is_usual() -> None:
-    exact, bf16 = (small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
+    exact, bf16 = (simulated_dumps.small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
     assert "(--precision allows" in diagnosed(bf16, known=Known(floor=0)).verdicts[0].sentence
     for chunk, known in ((exact, Known()), (bf16, Known("bf16")), (bf16, Known(kind="moe"))):
         assert headline(diagnosed(chunk, known=replace(known, floor=0.0))) == NUMERICS
@@ -160,7 +163,9 @@ def test_noise_of_logits_is_compared_before_the_division_by_the_temperature() ->
     divided = temperature[w.sequence][:, None]
     log_mu = log_softmax(w.noisy / divided)
     server = np.array(["cold", "warm"])[np.arange(96) % 2]
-    chunk = chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server)
+    chunk = simulated_dumps.chunk_of(
+        w, simulated_dumps.draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server
+    )
     known = replace(chunk, sequences={**chunk.sequences, "temperature": temperature})
     cold = server[w.sequence] == "cold"
     assert diagnosed(known).evidence.noise.contrast(cold, ~cold).ratio == pytest.approx(1, abs=0.05)

@@ -48,8 +48,7 @@ def test_a_first_update_that_leaves_a_tensor_of_the_server_unfilled_is_refused(s
 )
 @pytest.mark.parametrize("transport", PATH)
 def test_later_updates_must_hold_what_the_first_one_held(start, tmp_path, transport, changes, sentence):
-    job, one = start(transport, tmp_path, count=1)
-    job.update(1, version=1)
+    job, one = start(transport, tmp_path, count=1, updated=True)
     refuses(sentence, job.update, 2, version=2, **changes)
     assert one.version == "unproved-2" and one.paused and job.out[0] is not None
     job.update(3, version=3)
@@ -69,15 +68,13 @@ def test_servers_of_before_the_bracket_and_the_checksum_are_updated_without_them
 
 
 def test_a_server_of_tensor_parallelism_gets_a_payload_a_rank_of_a_smaller_bucket(start, tmp_path):
-    job, one = start("tensor", tmp_path, count=1, info={"tp_size": 2})
-    job.update(1, version=1)
+    _, one = start("tensor", tmp_path, count=1, info={"tp_size": 2}, updated=True)
     assert holds(one, 1) and all(len(body["serialized_named_tensors"]) == 2 for body in one.bodies[PATH["tensor"]])
 
 
 @pytest.mark.parametrize(("dtype", "sent"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
 def test_tensors_are_rounded_to_the_servers_dtype_before_they_are_sent(start, tmp_path, dtype, sent):
-    job, _ = start("disk", tmp_path, count=1, info={"dtype": dtype})
-    job.update(1, version=1)
+    _, _ = start("disk", tmp_path, count=1, info={"dtype": dtype}, updated=True)
     folder = next(tmp_path.glob("weights-1-*"))
     assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
     for file in folder.glob("*.safetensors"):
@@ -145,8 +142,7 @@ def test_servers_that_a_transport_cannot_reach_whole_are_refused(start, tmp_path
 
 
 def test_attention_that_alone_is_data_parallel_is_one_model(start, tmp_path):
-    job, one = start("tensor", tmp_path, count=1, info={"dp_size": 2, "enable_dp_attention": True})
-    job.update(1, version=1)
+    _, one = start("tensor", tmp_path, count=1, info={"dp_size": 2, "enable_dp_attention": True}, updated=True)
     assert holds(one, 1)
 
 
@@ -155,8 +151,7 @@ def test_attention_that_alone_is_data_parallel_is_one_model(start, tmp_path):
     ("transport", "path"), [*PATH.items(), *(("tensor", path) for path in (*CONTROL, "/end_weight_update"))]
 )
 def test_wherever_a_server_fails_it_is_out_and_paused_and_the_other_goes_on(start, tmp_path, transport, path, fault):
-    job, good, bad = start(transport, tmp_path)
-    job.update(1, version=1)
+    job, good, bad = start(transport, tmp_path, updated=True)
     bad.fail(path, fault)
     if fault == "hang":
         # half a second for this server, so that the others need not be fast
@@ -172,8 +167,7 @@ def test_wherever_a_server_fails_it_is_out_and_paused_and_the_other_goes_on(star
 
 @pytest.mark.parametrize("transport", PATH)
 def test_a_server_that_was_out_comes_back_with_the_next_update_also_as_a_new_process(start, tmp_path, transport):
-    job, good, bad = start(transport, tmp_path)
-    job.update(1, version=1)
+    job, good, bad = start(transport, tmp_path, updated=True)
     bad.fail(PATH[transport], "die")
     job.update(2, version=2)
     assert job.out[1] is not None
@@ -211,8 +205,7 @@ def test_of_two_servers_with_different_weights_neither_is_trusted(start, tmp_pat
 
 
 def test_weights_that_a_single_server_did_not_take_are_found_though_it_says_they_arrived(start, tmp_path):
-    job, one = start("disk", tmp_path, count=1)
-    job.update(1, version=1)
+    job, one = start("disk", tmp_path, count=1, updated=True)
     one.fail(PATH["disk"], "ignore")
     refuses("kept their old values", job.update, 2, version=2)
 
