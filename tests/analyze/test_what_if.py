@@ -170,11 +170,7 @@ def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:
     chunk = dataclasses.replace(responses(), tokens={}, sequences={})
     segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
     table = table_of(evidence_of(chunk), **{n: p.correction for n, p in PRESETS.items()}, segments=segments)
-    assert table.not_run == {
-        "dppo": ["advantage"],
-        "off-policy-sequence-mask": ["advantage"],
-        "segments": ["turn"],
-    }
+    assert table.not_run == {"dppo": ["advantage"], "off-policy-sequence-mask": ["advantage"], "segments": ["turn"]}
     assert {found.name for found in table.rows} == set(PRESETS) - {"dppo", "off-policy-sequence-mask"}
     for found in table.rows:
         assert (found.by_sign, found.by_correct, found.advantage_removed) == (None, None, None)
@@ -202,11 +198,9 @@ def test_lags_are_those_of_the_versions_in_the_dump(method: RolloutCorrection) -
 
 def test_methods_that_need_what_a_dump_does_not_hold_say_so() -> None:
     methods = {
-        "by_lag": BY_LAG,
-        "too_old": TOO_OLD,
-        "two": RolloutCorrection(Weight(upper=1.5, staleness_upper=1.3)),
+        "by_lag": BY_LAG, "too_old": TOO_OLD, "two": RolloutCorrection(Weight(upper=1.5, staleness_upper=1.3)),
         "measured": RolloutCorrection(Weight(upper="measured")),
-    }
+    }  # fmt: skip
     table = table_of(evidence_of(responses()), **methods)
     assert table.rows == [] and table.not_run == {
         "by_lag": ["version", "trainer_version"],

@@ -1,8 +1,10 @@
-"""The house stays small enough to walk, and a number with a name says why it has this value."""
+"""The house stays small enough to walk, a number with a name says why it has this value, and a run has all tests."""
 
 import ast
+import os
 import runpy
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +141,28 @@ def test_the_documents_have_no_more_words_than_their_ceiling() -> None:
     assert generated <= {*listed("docs/*.md")}, "a generated document has another name now"
     words = sum(len(page.read_text().split()) for page in listed("docs/*.md") if page not in generated)
     assert words <= WORDS, f"the documents have {words:,} words, their ceiling is {WORDS:,}"
+
+
+def collected(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.mark.full
+def test_the_interpreted_tests_are_those_of_every_file_imported() -> None:
+    files = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("test_*.py"))
+    assert len(files) > 100
+    # a file that is named is imported, whatever it says
+    quick, whole = (collected("--full", *paths, TRITON_INTERPRET="1") for paths in ([], files))
+    ids = [sorted(line for line in run.stdout.splitlines() if "::" in line) for run in (quick, whole)]
+    assert ids[0] == ids[1] and len(ids[0]) > 300, quick.stderr + whole.stderr
+
+
+@pytest.mark.full
+def test_a_file_whose_interpreted_tests_are_marked_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "marks.py").write_text("import pytest\n\nkernels = getattr(pytest.mark, 'interpreter')\n")
+    (tmp_path / "test_hidden.py").write_text("import marks\n\npytestmark = marks.kernels\n\ndef test(): pass\n")
+    path = f"{tmp_path}:{ROOT}/tests/support:{ROOT}"
+    run = collected("-p", "suite", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path, PYTHONPATH=path)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_hidden.py holds interpreted tests and must say mark.interpreter or mark.kernel" in run.stderr

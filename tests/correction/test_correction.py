@@ -24,13 +24,9 @@ SIDES = st.sampled_from(["train", "rollout"])
 # as many advantages as tokens are advantages of tokens
 LENGTHS = st.lists(st.integers(0, 9), max_size=6).filter(lambda each: sum(each) != len(each) or not sum(each))
 STATISTICS = {  # bounds that split the random batches of `case`
-    "ratio": (0.8, 1.3),
-    "k2": (0.01, 0.12),
-    "k3": (0.01, 0.12),
-    "abs_log_ratio": (0.1, 0.5),
-    "prob_diff": (-0.06, 0.05),
-    "surprise": (-0.5, 0.6),
-}
+    "ratio": (0.8, 1.3), "k2": (0.01, 0.12), "k3": (0.01, 0.12), "abs_log_ratio": (0.1, 0.5),
+    "prob_diff": (-0.06, 0.05), "surprise": (-0.5, 0.6),
+}  # fmt: skip
 
 
 def check(batch: Case, correction: RolloutCorrection, tolerance: float = 1e-5) -> Corrected:

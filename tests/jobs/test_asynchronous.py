@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import TASK, Job, finished_job, settings_file, started, timeless, typed_job, warm_model
-from process_groups import children
-from waiting import until
+from process_groups import children, until
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from jobs import ROOT, Job, environment, run_together, started, timeless, tiny_job, train
-from waiting import until
+from process_groups import until
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.changes import MAY_CHANGE

@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 from launch_scripts import LAUNCH, environment, free_port, listens, write_quick_sglang
-from process_groups import nothing_is_left
+from process_groups import nothing_is_left, until
 from refusals import refuses
 from typer.testing import CliRunner, Result
-from waiting import until
 
 from megatron_rc.cli import app
 from megatron_rc.launch import launch as launching

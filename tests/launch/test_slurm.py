@@ -15,9 +15,9 @@ import psutil
 import pytest
 from jobs import DENSE, settings_file
 from launch_scripts import LAUNCH, environment, free_port, listens, write_script
+from process_groups import until
 from sglang_server import save_checkpoint
 from typer.testing import CliRunner
-from waiting import until
 
 from megatron_rc.cli import app
 from megatron_rc.report.log import read_metrics

@@ -164,8 +164,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_run_is_read_from_its_metrics_and_refused_without_an_evaluation() -> None:
     read = read_compared("fresh", 1, [{"phase": "warmup", "step": 9, "eval/accuracy": 0.1}, *records(three(0.5)[0])])
     assert read == ComparedRun("fresh", 1, STEPS, three(0.5)[0].accuracy, 0.1, 0.5, 0.25)
-    with pytest.raises(ValueError, match="fresh seed 1 has no held-out accuracy"):
-        read_compared("fresh", 1, [{"phase": "rl", "step": 1}])
+    refuses("fresh seed 1 has no held-out accuracy", read_compared, "fresh", 1, [{"phase": "rl", "step": 1}])
 
 
 @pytest.mark.parametrize("rows", [[], three(0.5, seed=2)], ids=["without rows", "with rows"])

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_groups import until
 from refusals import refuses
 from report_pages import rl, warmup, write_all
 from rich.console import Console
-from waiting import until
 
 from megatron_rc.report import display as display_module
 from megatron_rc.report.display import Display
@@ -134,10 +134,8 @@ def test_without_a_terminal_a_warm_up_prints_evaluations_and_every_25th_step() -
             shown.step(step, {"cross_entropy": 1.0, **({"eval/accuracy": 0.5} if step == 40 else {})})
             shown.advance()
     assert out.getvalue().splitlines() == [
-        "warm-up 25 | loss 1.000",
-        "warm-up 40 | loss 1.000 | held-out 50.0%",
-        "warm-up 50 | loss 1.000",
-    ]
+        "warm-up 25 | loss 1.000", "warm-up 40 | loss 1.000 | held-out 50.0%", "warm-up 50 | loss 1.000",
+    ]  # fmt: skip
 
 
 def test_without_a_terminal_a_long_phase_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:

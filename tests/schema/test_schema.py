@@ -106,10 +106,8 @@ def test_a_file_changes_the_fields_of_its_base_and_keeps_the_others(tmp_path: Pa
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: shared/second.yaml\ntrain: {steps: 9}\ncorrection: {reject: [{upper: 5.0}]}")
     assert schema.load_yaml(mine) == {
-        "train": {"lr": 1.0, "steps": 9, "seed": 7},
-        "correction": {"reject": [{"upper": 5.0}]},
-        "lr_rule": None,
-    }
+        "train": {"lr": 1.0, "steps": 9, "seed": 7}, "correction": {"reject": [{"upper": 5.0}]}, "lr_rule": None,
+    }  # fmt: skip
 
 
 def test_a_base_that_is_missing_or_leads_back_is_one_sentence(tmp_path: Path) -> None:

@@ -33,8 +33,7 @@ def test_a_surrogate_of_the_correction_and_its_bounds_are_those_of_a_job_that_na
 
 
 def test_a_preset_that_does_not_exist_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown preset 'cispa'.*cispo"):
-        job.load("correction: cispa")
+    refuses("unknown preset 'cispa'.*cispo", job.load, "correction: cispa")
 
 
 WRAPPED = (

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import refusals
 from launch_scripts import free_port
-from waiting import until
+from process_groups import until
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics

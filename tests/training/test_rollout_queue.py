@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from process_groups import until
 from refusals import refuses
 from scripted_engine import ScriptedEngine
-from waiting import until
 
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.worker import WorkerEngine

@@ -13,14 +13,10 @@ from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.readers import open_dump
 
 FILES = {
-    "nemo_rl": "train_data_step3.jsonl",
-    "slime": "train_data/3.pt",
-    "miles": "train_data/3_0.pt",
-    "miles_tp": "3_0.pt",
-    "prime_rl": "token_exports/step_3/rank_0.jsonl",
-    "prime_rl_traces": "traces/stream/00000.jsonl",
-    "verl": "000000.pt",
-}
+    "nemo_rl": "train_data_step3.jsonl", "slime": "train_data/3.pt", "miles": "train_data/3_0.pt",
+    "miles_tp": "3_0.pt", "prime_rl": "token_exports/step_3/rank_0.jsonl",
+    "prime_rl_traces": "traces/stream/00000.jsonl", "verl": "000000.pt",
+}  # fmt: skip
 """The file of each host's dump that is damaged."""
 
 

@@ -15,8 +15,8 @@ import pytest
 from faulty_answers import logprob_of, tokens_after
 from faulty_sglang import Fault, FaultySglang
 from faulty_weights import weights_of
+from process_groups import until
 from sglang_clients import sglang_engine
-from waiting import until
 
 from megatron_rc.engine import Sample, SamplingParams
 

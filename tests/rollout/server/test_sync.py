@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from process_groups import until
 from sglang_server import CLOSE, SglangServer, Truth, checkpoint_weights, shared_server
-from waiting import until
 
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.sglang.pool import Pool
