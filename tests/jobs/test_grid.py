@@ -62,7 +62,7 @@ def test_the_cells_are_every_choice_of_every_axis_and_every_seed(tmp_path: Path)
 def test_a_wrong_grid_is_one_sentence_before_anything_runs(
     fields: dict[str, Any], only: dict[str, list[str]], sentence: str, tmp_path: Path
 ) -> None:
-    refuses(sentence.replace("(", r"\("), grids.cells, grid_of(tmp_path, **fields), only)
+    refuses(sentence.replace("(", r"\("), lambda: grids.cells(grid_of(tmp_path, **fields), only))
 
 
 def test_a_choice_without_an_axis_is_refused() -> None:

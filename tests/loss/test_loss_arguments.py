@@ -84,8 +84,12 @@ def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) 
     one = torch.ones(2)
     given = {"current_logprobs": one, "old_logprobs": one, "advantages": one, "scale": one, **arguments}
     correction = given.pop("correction", RolloutCorrection())
-    given.setdefault("corrected", Corrected(one, one.bool(), one.bool(), MetricSums(), correction))
-    assert refusal(lambda: policy_loss(**grouped(**given))).startswith(sentence)
+
+    def loss() -> None:
+        given.setdefault("corrected", Corrected(one, one.bool(), one.bool(), MetricSums(), correction))
+        policy_loss(**grouped(**given))
+
+    assert refusal(loss).startswith(sentence)
 
 
 def test_the_story_of_the_room_is_the_loss() -> None:
