@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from headlines import contradictions
+from simulated_dumps import contradictions
 
 from diagnosis import real_dumps
 from megatron_rc.analyze import report_text

@@ -1,4 +1,4 @@
-"""The command `megatron-rc analyze`, of one dump or two: one sentence for what is wrong, and one screen."""
+"""The command `megatron-rc analyze`, of one dump or two: one sentence for what is wrong, one screen, worst tokens."""
 
 import json
 import subprocess
@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS
-from refusals import Ended, run
+from refusals import Ended, refuses, run
 from simulated_dumps import TRAPS, diagnosed, honest, small_honest, world, write_dump
 
 from megatron_rc.analyze import output, terminal
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.comparison import NOISE, Comparison, compare
 from megatron_rc.analyze.conditions import Outcome
 from megatron_rc.analyze.diagnosis import Diagnosis
@@ -267,8 +268,44 @@ def test_fixes_are_named_by_their_command_or_printed_for_one_codebase() -> None:
     assert not [host for host in HOSTS if f"{host}:" in terminal.text(diagnosis)]
     text = " ".join(terminal.text(diagnosis, host="TRL").split())
     assert f"RC102 in TRL: {diagnosis.verdicts[0].page.fixes['TRL']}" in text
-    with pytest.raises(ValueError, match="unknown codebase 'trl2'; known: verl, slime"):
-        terminal.host_named("trl2")
+    refuses("unknown codebase 'trl2'; known: verl, slime", terminal.host_named, "trl2")
     assert terminal.host_named("megatron-lm") == "Megatron-LM"
-    with pytest.raises(ValueError, match="dumps of prime-rl are read, but no fixes are written for it; known: verl"):
-        terminal.host_named("prime-rl")
+    refuses("dumps of prime-rl are read, but no fixes are written for it; known: verl", terminal.host_named, "prime-rl")
+
+
+WORDS, ANSWERS = 24, 40
+WORST = 17
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer whose ids are words, and a dump in which word 17 of response 3 is much less likely to the trainer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(WORDS)} | {"\x1b[31m": WORDS, "?": WORDS + 1}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    random, size = np.random.default_rng(1), ANSWERS * WORDS
+    log_pi = np.log(random.uniform(0.2, 0.9, size))
+    log_mu = np.minimum(log_pi + 0.01 * random.standard_normal(size), 0)
+    log_mu[3 * WORDS + WORST], log_pi[3 * WORDS + WORST] = np.log(0.5), np.log(0.01)
+    ids = np.tile(np.arange(WORDS), ANSWERS)
+    ids[3 * WORDS + WORST - 1] = WORDS
+    chunk = Chunk(log_pi, log_mu, np.arange(ANSWERS + 1) * WORDS, {"token_id": ids}, {"step": np.zeros(ANSWERS, int)})
+    write_dump(chunk, tmp_path / "dump.parquet")
+    return tmp_path
+
+
+def test_terminal_and_page_show_the_worst_token_in_its_response_with_both_probabilities(folder: Path) -> None:
+    ended = run("analyze", folder / "dump.parquet", "--tokenizer", folder, "--html", folder / "page.html")
+    said = " ".join(ended.stdout.split())
+    assert ended.status == 0 and "0.5 sampled, 0.01 trained: w1 w2" in said, ended
+    context = f"w15 �[31m⟦w{WORST}⟧w18 w19 w20 w21"
+    assert context in said and context in (folder / "page.html").read_text()
+
+
+def test_text_is_never_shared_and_needs_ids(folder: Path) -> None:
+    given = ("--tokenizer", folder / "tokenizer.json", "--no-html")
+    assert run("analyze", folder / "dump.parquet", *given, "--share").is_refusal("which --share leaves out")
+    rows = np.full((4, 5), -1.0)
+    bare = Chunk(rows.reshape(-1), rows.reshape(-1), np.arange(5) * 5, {}, {"step": np.zeros(4, int)})
+    write_dump(bare, folder / "bare.parquet")
+    assert run("analyze", folder / "bare.parquet", *given).is_refusal("needs the column token_id")

@@ -13,14 +13,13 @@ from enumeration import VOCABULARY, World
 from rich.console import Console
 from simulated_dumps import diagnosed, evidence_of, policy_lag, world
 
+from megatron_rc import Extras, correct
 from megatron_rc.analyze import diagnose, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.statistics.drift import Drift
 from megatron_rc.analyze.statistics.residual import top_of
 from megatron_rc.analyze.statistics.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
-from megatron_rc.correction.correct import correct
-from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.versions import installing
 
@@ -171,11 +170,7 @@ def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:
     chunk = dataclasses.replace(responses(), tokens={}, sequences={})
     segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
     table = table_of(evidence_of(chunk), **{n: p.correction for n, p in PRESETS.items()}, segments=segments)
-    assert table.not_run == {
-        "dppo": ["advantage"],
-        "off-policy-sequence-mask": ["advantage"],
-        "segments": ["turn"],
-    }
+    assert table.not_run == {"dppo": ["advantage"], "off-policy-sequence-mask": ["advantage"], "segments": ["turn"]}
     assert {found.name for found in table.rows} == set(PRESETS) - {"dppo", "off-policy-sequence-mask"}
     for found in table.rows:
         assert (found.by_sign, found.by_correct, found.advantage_removed) == (None, None, None)
@@ -203,11 +198,9 @@ def test_lags_are_those_of_the_versions_in_the_dump(method: RolloutCorrection) -
 
 def test_methods_that_need_what_a_dump_does_not_hold_say_so() -> None:
     methods = {
-        "by_lag": BY_LAG,
-        "too_old": TOO_OLD,
-        "two": RolloutCorrection(Weight(upper=1.5, staleness_upper=1.3)),
+        "by_lag": BY_LAG, "too_old": TOO_OLD, "two": RolloutCorrection(Weight(upper=1.5, staleness_upper=1.3)),
         "measured": RolloutCorrection(Weight(upper="measured")),
-    }
+    }  # fmt: skip
     table = table_of(evidence_of(responses()), **methods)
     assert table.rows == [] and table.not_run == {
         "by_lag": ["version", "trainer_version"],

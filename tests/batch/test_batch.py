@@ -5,6 +5,7 @@ import torch
 from context_slice import context_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from megatron_rc.batch import Support, TokenBatch, segments
 from megatron_rc.engine import Sample, SamplingParams
@@ -126,11 +127,9 @@ def test_routes_are_aligned_to_the_token_they_predict():
     ],
 )
 def test_an_inconsistent_sample_is_refused_by_its_index(sample, sampling, message):
-    with pytest.raises(ValueError, match=message):
-        TokenBatch.from_samples([sample], sampling)
+    refuses(message, TokenBatch.from_samples, [sample], sampling)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens"])
 def test_sampling_params_name_the_wrong_field(field):
-    with pytest.raises(ValueError, match=field):
-        SamplingParams(**{field: 0})
+    refuses(field, SamplingParams, **{field: 0})

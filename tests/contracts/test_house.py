@@ -1,9 +1,15 @@
-"""The house stays small enough to walk, and a number with a name says why it has this value."""
+"""The house stays small enough to walk, a number with a name says why it has this value, and a run has all tests."""
 
 import ast
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from ceilings import GENERATED, LINES, WORDS
 
 floors = runpy.run_path(str(Path(__file__).with_name("test_floors.py")))
 FLOORS, ROOT = floors["FLOORS"], floors["ROOT"]
@@ -110,3 +116,53 @@ def test_a_bare_number_is_seen_and_a_reason_in_any_of_the_three_places_is_too() 
     bare = "A = 5\nB: float = -2.0**3\nC = (1, 2)\nD = {'a': 1}\nE = 2 * 3  # fmt: skip\nF, G = True, 'text'\n"
     assert [*bare_constants(bare)] == ["A", "B", "C", "D", "E"]
     assert [*bare_constants('A = 5\n"""Why."""\n# why\nB = 5\nC = 5  # why\n')] == []
+
+
+def listed(*patterns: str) -> list[Path]:
+    """Files that are under version control, or will be; links to folders are followed nowhere."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in sorted(set(names)) if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("area", LINES)
+def test_an_area_has_no_more_lines_of_python_than_its_ceiling(area: str) -> None:
+    lines = sum(path.read_bytes().count(b"\n") for path in listed(f"{area}/*.py" if area else "*.py"))
+    assert 0 < lines <= LINES[area], f"{area or 'the repository'} has {lines:,} lines, its ceiling is {LINES[area]:,}"
+
+
+def test_no_file_is_longer_than_one_idea() -> None:
+    lines = {path: path.read_bytes().count(b"\n") for path in listed("*.py")}
+    assert {str(path): n for path, n in lines.items() if n > 350} == {}
+
+
+def test_the_documents_have_no_more_words_than_their_ceiling() -> None:
+    generated = {ROOT / f"docs/{name}.md" for name in GENERATED}
+    assert generated <= {*listed("docs/*.md")}, "a generated document has another name now"
+    words = sum(len(page.read_text().split()) for page in listed("docs/*.md") if page not in generated)
+    assert words <= WORDS, f"the documents have {words:,} words, their ceiling is {WORDS:,}"
+
+
+def collected(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.mark.full
+def test_the_interpreted_tests_are_those_of_every_file_imported() -> None:
+    files = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("test_*.py"))
+    assert len(files) > 100
+    # a file that is named is imported, whatever it says
+    quick, whole = (collected("--full", *paths, TRITON_INTERPRET="1") for paths in ([], files))
+    ids = [sorted(line for line in run.stdout.splitlines() if "::" in line) for run in (quick, whole)]
+    assert ids[0] == ids[1] and len(ids[0]) > 300, quick.stderr + whole.stderr
+
+
+@pytest.mark.full
+def test_a_file_whose_interpreted_tests_are_marked_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "marks.py").write_text("import pytest\n\nkernels = getattr(pytest.mark, 'interpreter')\n")
+    (tmp_path / "test_hidden.py").write_text("import marks\n\npytestmark = marks.kernels\n\ndef test(): pass\n")
+    path = f"{tmp_path}:{ROOT}/tests/support:{ROOT}"
+    run = collected("-p", "suite", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path, PYTHONPATH=path)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_hidden.py holds interpreted tests and must say mark.interpreter or mark.kernel" in run.stderr

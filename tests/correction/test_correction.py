@@ -1,6 +1,8 @@
-"""correct() against its definition in plain Python, and the promises around it."""
+"""correct() against its definition in plain Python and the lines that tell it, and the promises around it."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ from correction_book import by_the_book
 from correction_cases import Case, case, correct, gapped, on_gaps, weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
+from story import story
 
-from megatron_rc.correction.correct import Corrected
+import megatron_rc.correction
+from megatron_rc import Corrected, loss_scale, policy_loss
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 INF, NAN = math.inf, math.nan
@@ -19,13 +24,9 @@ SIDES = st.sampled_from(["train", "rollout"])
 # as many advantages as tokens are advantages of tokens
 LENGTHS = st.lists(st.integers(0, 9), max_size=6).filter(lambda each: sum(each) != len(each) or not sum(each))
 STATISTICS = {  # bounds that split the random batches of `case`
-    "ratio": (0.8, 1.3),
-    "k2": (0.01, 0.12),
-    "k3": (0.01, 0.12),
-    "abs_log_ratio": (0.1, 0.5),
-    "prob_diff": (-0.06, 0.05),
-    "surprise": (-0.5, 0.6),
-}
+    "ratio": (0.8, 1.3), "k2": (0.01, 0.12), "k3": (0.01, 0.12), "abs_log_ratio": (0.1, 0.5),
+    "prob_diff": (-0.06, 0.05), "surprise": (-0.5, 0.6),
+}  # fmt: skip
 
 
 def check(batch: Case, correction: RolloutCorrection, tolerance: float = 1e-5) -> Corrected:
@@ -181,8 +182,7 @@ def test_corruption_drops_the_token_or_the_sequence(bad_train: float, bad_rollou
         assert (values["nonfinite_count"], values["bad_sequences"]) == (1, 1)
         above = max(bad_train, bad_rollout) > 0
         kind = "above 0 .probabilities, or -log p.." if above else "NaN or infinite log-probs"
-        with pytest.raises(ValueError, match=f"1 of 3 loss tokens with .*{kind}, in 1 sequence .bad"):
-            corrected.metrics.check()
+        refuses(f"1 of 3 loss tokens with .*{kind}, in 1 sequence .bad", corrected.metrics.check)
         corrected.metrics.check(max_nonfinite_share=0.34)
 
 
@@ -193,8 +193,7 @@ def test_a_log_prob_that_rounding_lifts_above_0_is_whole_and_what_is_above_is_na
     corrected = correct(train, torch.zeros(4), torch.ones(4, dtype=torch.bool), **given)
     assert corrected.mask.tolist() == [True, False, False, True]
     assert corrected.weights[0] == limit.double().exp().float()
-    with pytest.raises(ValueError, match=r"2 of 4 loss tokens with log-probs above 0 .* and NaN or infinite log-probs"):
-        corrected.metrics.check()
+    refuses(r"2 of 4 loss tokens with log-probs above 0 .* and NaN or infinite log-probs", corrected.metrics.check)
 
 
 def test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped() -> None:
@@ -222,3 +221,30 @@ def test_a_normalized_weight_may_exceed_its_upper_bound_and_weight_max_says_so()
     assert found.weights.max().item() == pytest.approx(1000, rel=1e-5)
     values = found.metrics.values()
     assert values["weight_max"] == pytest.approx(1000, rel=1e-5) and values["weight_mean"] == pytest.approx(1)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def test_the_lines_in_the_docstring_are_the_preset_token_tis_and_its_loss() -> None:
+    n, made = 50, torch.Generator().manual_seed(0)
+    rollout, advantages = -4 - torch.rand(n, generator=made), torch.randn(n, generator=made)
+    old, current = rollout + 0.8 * torch.randn(2, n, generator=made)
+    loss_mask = torch.rand(n, generator=made) < 0.8
+    given = {"rollout_logprobs": rollout, "old_logprobs": old, "current_logprobs": current.requires_grad_()}
+    told = story(megatron_rc.correction, loss_mask=loss_mask, advantages=advantages, **given)
+    (slope,) = torch.autograd.grad(told["loss"], current)
+
+    cu_seqlens = torch.tensor([0, 20, n], dtype=torch.int32)
+    found = correct(old, rollout, loss_mask, correction="token-tis", cu_seqlens=cu_seqlens)
+    loss = policy_loss(current, old, advantages, found, scale=loss_scale(loss_mask, found.mask)).loss
+    assert torch.equal(told["weights"], found.weights) and torch.equal(told["mask"], found.mask)
+    assert 0 < (found.weights == 2).sum() < n
+    torch.testing.assert_close(told["loss"], loss)
+    torch.testing.assert_close(slope, torch.autograd.grad(loss, current)[0])
+
+
+def test_the_examples_of_the_page_of_methods_hold() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    exec("\n".join(blocks), {})

@@ -12,12 +12,9 @@ from distributed import run_ranks
 from route_sets import random_routes
 from torch import Tensor
 
+from megatron_rc import MetricSums, Rejection, RolloutCorrection, Weight, loss_scale, vocab_parallel_logprobs
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.correct import pair_metrics
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.scale import loss_scale
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 

@@ -155,26 +155,16 @@ def test_divergence_metrics_are_the_divergences(world: World, population: Batch)
     close(kl * visits.sum().item(), (q * (q / p).log()).sum().item())
     chi2, chi2_seq = per_token((pi - mu).square() / mu), ((p - q).square() / q).sum().item()
     expected = {
-        "k1": kl,
-        "k3": kl,
-        "k3_pi_mu": per_token(pi * (log_pi - mu.log())),
+        "k1": kl, "k3": kl, "k3_pi_mu": per_token(pi * (log_pi - mu.log())),
         "log_ratio_abs": per_token(mu * (log_pi - mu.log()).abs()),
-        "log_ratio_abs_max": (log_pi - mu.log()).abs().max().item(),
-        "tv": per_token((pi - mu).abs() / 2),
-        "binary_tv": per_token(mu * (pi - mu).abs()),
-        "chi2_token": chi2,
-        "chi2_seq": chi2_seq,
-        "ess_token": 1 / (1 + chi2),
-        "ess_seq": 1 / (1 + chi2_seq),
-        "rho_mean": 1.0,
-        "seq_rho_mean": 1.0,
-        "rho_std": math.sqrt(chi2),
-        "seq_rho_std": math.sqrt(chi2_seq),
+        "log_ratio_abs_max": (log_pi - mu.log()).abs().max().item(), "tv": per_token((pi - mu).abs() / 2),
+        "binary_tv": per_token(mu * (pi - mu).abs()), "chi2_token": chi2, "chi2_seq": chi2_seq,
+        "ess_token": 1 / (1 + chi2), "ess_seq": 1 / (1 + chi2_seq), "rho_mean": 1.0, "seq_rho_mean": 1.0,
+        "rho_std": math.sqrt(chi2), "seq_rho_std": math.sqrt(chi2_seq),
         "suggested_seq_cap": math.sqrt(2 * (1 + chi2_seq)),
         "f2": per_token(mu * ((pi / mu > 2) | (mu / pi > 2)).double()),
-        "log_ppl_abs_diff_sum": (q * (p / q).log().abs()).sum().item(),
-        "response_length": visits.sum().item(),
-    }
+        "log_ppl_abs_diff_sum": (q * (p / q).log().abs()).sum().item(), "response_length": visits.sum().item(),
+    }  # fmt: skip
     for name, value in expected.items():
         assert values[name] == pytest.approx(value, rel=1e-9), name
 

@@ -9,10 +9,8 @@ import torch
 from correction_cases import Case, below_zero, case, correct, on_gaps
 from enumeration import Batch, World
 
-from megatron_rc.correction.correct import Corrected
+from megatron_rc import Corrected, MetricSums, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LEVELS: list[Any] = ["token", "sequence", "geometric"]
 GATE = RolloutCorrection(reject=(Rejection("standardized", "sequence", upper=2.0),))

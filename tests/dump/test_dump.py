@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from refusals import refuses
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import NUMBERS, OPTIONAL, SAMPLING_KEY, SCHEMA, read_dump
@@ -36,6 +38,12 @@ def example_samples(shift: int = 0) -> list[Sample]:
             [2, 2], [1, 1, 1, 1], [-1.0, -2.0, -3.0, -4.0], "length", [(7, 0, 1), (8, 1, 4)], [[1, 2]] * 4, **served
         ),
     ]
+
+
+def written(folder: Path, step: int = 1, seeds: Sequence[int] = (1, 2, 3), shift: int = 0) -> tuple[Path, list[Sample]]:
+    """The file of `example_samples`, and those."""
+    samples = example_samples(shift)
+    return DumpWriter(folder).write(step, example_batch(samples), samples=samples, seeds=list(seeds)), samples
 
 
 def example_batch(samples: list[Sample]) -> TokenBatch:
@@ -67,19 +75,14 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
             assert [r[name] for r in records] == [[row + i for row in rows] for rows in expected_rows], name
     top = [[[-row, row] for row in rows] for rows in expected_rows]
     assert [r["top_old_logprobs"] for r in records] == top
-    assert [r["turn"] for r in records] == [[0, 0], [0, 0, 1], [0] * 4]
-    assert [r["prompt_length"] for r in records] == [3, 1, 2]
-    assert [(r["train_rank"], r["pack_position"]) for r in records] == [(1, 2), (0, 1), (None, None)]
-    assert [r["trainer_version"] for r in records] == [8, 8, 8]
-    assert [r["server"] for r in records] == [None, None, "http://a:1"]
+    expected = {
+        "turn": [[0, 0], [0, 0, 1], [0] * 4], "prompt_length": [3, 1, 2], "train_rank": [1, 0, None],
+        "pack_position": [2, 1, None], "trainer_version": [8, 8, 8], "server": [None, None, "http://a:1"],
+        "loss_mask": [[True, True], [True, False, True], [True] * 4], "step": [12, 12, 12], "sequence": [0, 1, 2],
+        "seed": [11, 22, 33], "group": [0, 1, 1], "reward": [1.0, 0.0, 0.5], "advantage": [0.5, -0.25, 0.125],
+    }  # fmt: skip
+    assert {name: [r[name] for r in records] for name in expected} == expected
     assert [(r["syncs"], r["cached_tokens"], r["retractions"]) for r in records][1:] == [(None, None, 0), (3, 2, 1)]
-    assert [r["loss_mask"] for r in records] == [[True, True], [True, False, True], [True] * 4]
-    assert [r["step"] for r in records] == [12, 12, 12]
-    assert [r["sequence"] for r in records] == [0, 1, 2]
-    assert [r["seed"] for r in records] == [11, 22, 33]
-    assert [r["group"] for r in records] == [0, 1, 1]
-    assert [r["reward"] for r in records] == [1.0, 0.0, 0.5]
-    assert [r["advantage"] for r in records] == [0.5, -0.25, 0.125]
     assert {(r["temperature"], r["top_p"], r["top_k"]) for r in records} == {(0.7, 0.9, -1)}
     assert records[2]["weight_versions"] == [{"version": 7, "start": 0, "end": 1}, {"version": 8, "start": 1, "end": 4}]
     assert [sample_of(r) for r in records] == samples
@@ -95,8 +98,7 @@ def test_columns_of_a_stage_that_was_not_reached_are_null(tmp_path: Path) -> Non
 
 
 def test_a_dump_without_the_optional_columns_reads_and_replays(tmp_path: Path) -> None:
-    samples = example_samples()
-    file = DumpWriter(tmp_path).write(1, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    file, samples = written(tmp_path)
     pq.write_table(pq.read_table(file).drop_columns(sorted(OPTIONAL)), file)
     [records] = read_dump(tmp_path)
     assert set(records[0]) == set(SCHEMA.names) and all(records[2][name] is None for name in OPTIONAL)
@@ -120,16 +122,13 @@ def test_routes_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_sampling_settings_stand_in_the_schema_metadata(tmp_path: Path) -> None:
-    samples = example_samples()
-    file = DumpWriter(tmp_path).write(3, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    file, _ = written(tmp_path)
     expected = dataclasses.asdict(SAMPLING) | {"stop_token_ids": [9]}
     assert json.loads(pq.read_schema(file).metadata[SAMPLING_KEY]) == expected
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = example_samples()
-    writer = DumpWriter(tmp_path)
-    writer.write(1, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    written(tmp_path)
     real_write = pq.write_table
 
     def half_a_file(table: pa.Table, file: object, **options: object) -> None:
@@ -137,39 +136,31 @@ def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pq, "write_table", half_a_file)
-    with pytest.raises(KeyboardInterrupt):
-        writer.write(1, example_batch(samples), samples=samples, seeds=[4, 5, 6])
-    with pytest.raises(KeyboardInterrupt):
-        writer.write(2, example_batch(samples), samples=samples, seeds=[4, 5, 6])
+    for step in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            written(tmp_path, step, (4, 5, 6))
     assert [[r["seed"] for r in step] for step in read_dump(tmp_path)] == [[1, 2, 3]]
 
 
 def test_writing_a_step_again_replaces_it_and_steps_read_in_order(tmp_path: Path) -> None:
-    samples = example_samples()
-    writer = DumpWriter(tmp_path)
     for step, seeds in ((1_000_000, [7, 8, 9]), (999_999, [4, 5, 6]), (3, [1, 2, 3]), (999_999, [14, 15, 16])):
-        writer.write(step, example_batch(samples), samples=samples, seeds=seeds)
+        written(tmp_path, step, seeds)
     steps = list(read_dump(tmp_path))
     assert [records[0]["step"] for records in steps] == [3, 999_999, 1_000_000]
     assert [r["seed"] for r in steps[1]] == [14, 15, 16]
 
 
 def test_a_wrong_schema_names_the_file_and_the_column(tmp_path: Path) -> None:
-    samples = example_samples()
-    file = DumpWriter(tmp_path).write(1, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    file, _ = written(tmp_path)
     table = pq.read_table(file)
     pq.write_table(table.drop_columns(["reward"]), file)
-    with pytest.raises(ValueError, match=r"step-000001\.parquet: column 'reward' is missing"):
-        list(read_dump(tmp_path))
+    refuses(r"step-000001\.parquet: column 'reward' is missing", list, read_dump(tmp_path))
     place = table.schema.get_field_index("seed")
     pq.write_table(table.set_column(place, "seed", table["seed"].cast(pa.float64())), file)
-    with pytest.raises(ValueError, match=r"step-000001\.parquet: column 'seed' must be of type int64, got double"):
-        list(read_dump(tmp_path))
+    refuses(r"step-000001\.parquet: column 'seed' must be of type int64, got double", list, read_dump(tmp_path))
     file.write_bytes(b"PAR1 cut short")
-    with pytest.raises(ValueError, match=r"step-000001\.parquet is not a whole Parquet file"):
-        list(read_dump(tmp_path))
-    with pytest.raises(ValueError, match="nothing_here holds no dump"):
-        list(read_dump(tmp_path / "nothing_here"))
+    refuses(r"step-000001\.parquet is not a whole Parquet file", list, read_dump(tmp_path))
+    refuses("nothing_here holds no dump", list, read_dump(tmp_path / "nothing_here"))
 
 
 def test_documented_columns_are_the_columns_of_the_schema() -> None:
@@ -178,8 +169,7 @@ def test_documented_columns_are_the_columns_of_the_schema() -> None:
 
 
 def test_snippets_in_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    samples = example_samples()
-    DumpWriter(tmp_path / "runs/run/dump").write(4, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    written(tmp_path / "runs/run/dump", 4)
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     assert len(snippets) == 2
@@ -190,11 +180,7 @@ def test_snippets_in_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def recorded_run(folder: Path) -> dict[int, list[Sample]]:
-    steps = {1: example_samples(), 2: example_samples(shift=1)}
-    for step, samples in steps.items():
-        seeds = [100 * step + i for i in range(3)]
-        DumpWriter(folder).write(step, example_batch(samples), samples=samples, seeds=seeds)
-    return steps
+    return {step: written(folder, step, range(100 * step, 100 * step + 3), step - 1)[1] for step in (1, 2)}
 
 
 def test_replay_returns_the_recorded_samples_by_seed(tmp_path: Path) -> None:
@@ -237,8 +223,6 @@ def test_replay_refuses_another_prompt_seed_or_sampling(tmp_path: Path) -> None:
 
 
 def test_replay_refuses_a_dump_whose_seeds_are_not_unique(tmp_path: Path) -> None:
-    samples = example_samples()
     for step in (1, 2):
-        DumpWriter(tmp_path).write(step, example_batch(samples), samples=samples, seeds=[1, 2, step + 2])
-    with pytest.raises(ValueError, match=r"step-000002\.parquet: seed 1 is also recorded in .*step-000001\.parquet"):
-        RecordedEngine(tmp_path)
+        written(tmp_path, step, (1, 2, step + 2))
+    refuses(r"step-000002\.parquet: seed 1 is also recorded in .*step-000001\.parquet", RecordedEngine, tmp_path)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import TASK, Job, finished_job, settings_file, started, timeless, typed_job, warm_model
-from process_groups import children
+from process_groups import children, until
 
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
@@ -34,10 +33,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_for_step(job: Job, output: Path, step: int) -> None:
-    log, deadline = output / "metrics.jsonl", time.monotonic() + 600
-    while not (log.is_file() and any(record["step"] >= step for record in read_metrics(log))):
-        assert job.running() and time.monotonic() < deadline
-        time.sleep(0.01)
+    log = output / "metrics.jsonl"
+    assert until(lambda: log.is_file() and any(record["step"] >= step for record in read_metrics(log)), job.running)
 
 
 def forked_processes() -> set[int]:
@@ -45,11 +42,8 @@ def forked_processes() -> set[int]:
     return children(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
-def gone(processes: set[int], seconds: float = 600) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes & forked_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes & forked_processes()
+def gone(processes: set[int]) -> bool:
+    return until(lambda: not processes & forked_processes())
 
 
 def killed(config: Path, output: Path, step: int) -> None:

@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import ROOT, Job, environment, run_together, started, timeless, tiny_job, train
+from process_groups import until
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings.changes import MAY_CHANGE
@@ -173,9 +173,7 @@ def test_torchrun_locks_the_folder_and_its_interrupt_says_how_to_continue(folder
     program += ["megatron_rc", *train(folder / "settings.yaml", tmp_path, "train.steps=1000", "dump.keep=0")]
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     with first.open("w") as said, subprocess.Popen(program, stderr=said, env=environment()) as job:
-        while not (tmp_path / "checkpoints/rl-000002").exists():
-            assert job.poll() is None, first.read_text()
-            time.sleep(0.2)
+        assert until((tmp_path / "checkpoints/rl-000002").exists, lambda: job.poll() is None), first.read_text()
         with second.open("w") as other:
             assert subprocess.run(program, stderr=other, env=environment()).returncode != 0
         job.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import DENSE, settings_file
+from refusals import refuses
 from report_pages import write_all
 
 from megatron_rc import schema
@@ -58,8 +59,7 @@ def test_a_group_takes_all_choices_of_an_axis_it_leaves_out_and_no_cell_is_liste
     ],
 )
 def test_a_wrong_group_is_one_sentence(group: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        grid_of(tmp_path, cells=[group])
+    refuses(sentence, grid_of, tmp_path, cells=[group])
 
 
 def test_a_grid_on_top_of_another_one_adds_choices_and_replaces_groups(tmp_path: Path) -> None:
@@ -104,8 +104,7 @@ def test_a_spent_budget_is_no_error(clock: list[str], tmp_path: Path, capsys: py
     grids.run_and_write_all(plan, {}, budget=Budget(minutes=0.5, started=0.0))
     assert clock == ["a: exact-none seed 1"]
     assert f"5 of 5 cells of {tmp_path}/b are left" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--budget-minutes must be > 0, got 0"):
-        Budget(0)
+    refuses("--budget-minutes must be > 0, got 0", Budget, 0)
 
 
 def test_a_cell_that_two_grids_name_runs_once_in_their_shared_folder(clock: list[str], tmp_path: Path) -> None:
@@ -151,8 +150,7 @@ def test_grids_of_one_warm_up_share_it_others_are_refused(trained: dict[Path, Jo
     assert grids.warm(a) == grids.warm(b) and len(trained) == 2
     assert {folder.resolve() for folder in trained} == {tmp_path / "warm/seed-2", tmp_path / "warm/seed-3"}
     other = grid_of(tmp_path / "c", **shared, job={**JOB, "warmup": {"steps": 3}})
-    with pytest.raises(ValueError, match="was made with another warmup; warm_folder must name a folder of its own"):
-        grids.warm(other)
+    refuses("was made with another warmup; warm_folder must name a folder of its own", grids.warm, other)
 
 
 def cell_in(folder: Path, name: str, steps: int = 120) -> Cell:
@@ -216,8 +214,7 @@ def test_a_machine_that_is_too_slow_is_told_at_once_and_no_worker_stays(monkeypa
 
 def test_workers_are_refused_where_every_job_starts_processes_of_its_own(tmp_path: Path) -> None:
     grid = GridSettings(job={}, axes={"a": {"b": {}}}, output=str(tmp_path), launcher="torchrun")
-    with pytest.raises(ValueError, match="launcher must be empty"):
-        run_and_write(grid, {}, workers=2)
+    refuses("launcher must be empty", run_and_write, grid, {}, workers=2)
 
 
 def judged_grid(folder: Path, **train: int) -> grids.GridSettings:
@@ -234,8 +231,7 @@ def judged_grid(folder: Path, **train: int) -> grids.GridSettings:
     ],
 )
 def test_too_few_or_small_evaluations_are_refused_first(train: dict[str, int], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        grids.run_and_write(judged_grid(tmp_path, **train), {})
+    refuses(sentence, grids.run_and_write, judged_grid(tmp_path, **train), {})
     assert not list(tmp_path.iterdir())
 
 

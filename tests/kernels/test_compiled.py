@@ -9,12 +9,8 @@ from on_device import CARD
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
-from megatron_rc.correction.correct import correct
+from megatron_rc import HeadInputs, correct, linear_logprobs, policy_loss, vocab_parallel_logprobs
 from megatron_rc.correction.settings import PRESETS
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.logprobs.linear import linear_logprobs
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.policy_loss import policy_loss
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_debug_checks")]
 

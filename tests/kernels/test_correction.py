@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from correction_cases import correct
+from correction_cases import Case, correct
 from hypothesis import given, settings
 from kernel_correction_data import (
     SEGMENTS,
     UNIT_BLOCK,
-    Batch,
     assert_agrees,
     assert_metrics,
     batch_of,
     batches,
     corrections,
+    double,
     padded,
 )
 from on_device import ROUNDING, assert_same
@@ -37,14 +37,13 @@ GROWING = [
 MEASURED = [("token", True), ("token", False), ("sequence", False), ("geometric", True)]
 
 
-def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
-    options = batch.options | {"cu_seqlens": batch.cu_seqlens}
-    return correct(*batch.arguments, correction=correction, backend="triton", **options)
+def run(batch: Case, correction: RolloutCorrection) -> Corrected:
+    return correct(*batch.arguments, correction=correction, backend="triton", **batch.options)
 
 
 @settings(max_examples=25)
 @given(batch=batches(), correction=corrections())
-def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, correction: RolloutCorrection) -> None:
+def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Case, correction: RolloutCorrection) -> None:
     assert_agrees(batch, correction)
 
 
@@ -64,7 +63,7 @@ def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: str | None, de
 def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() -> None:
     batch = batch_of([4 * UNIT_BLOCK], density=1.0, gap=0.3)
     parts = [UNIT_BLOCK, 2 * UNIT_BLOCK, UNIT_BLOCK]
-    batch.options |= {"segment_ids": torch.arange(3).repeat_interleave(torch.tensor(parts)), "num_segments": 3}
+    batch.segment_ids, batch.num_segments = torch.arange(3).repeat_interleave(torch.tensor(parts)), 3
     found = assert_agrees(batch, RolloutCorrection(Weight("segment", "truncate", upper=9.0)))
     assert [len(part.unique()) for part in found.weights.split(parts)] == [1, 1, 1]
     assert len(found.weights.unique()) == 3
@@ -75,7 +74,7 @@ def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() ->
 @pytest.mark.parametrize("place", [2, 2 * UNIT_BLOCK, -1])
 def test_a_statistic_that_is_nan_in_any_chunk_drops_the_sequence_or_turn(place: int, level: Any, reduce: Any) -> None:
     batch = batch_of([3 * UNIT_BLOCK], density=1.0)
-    batch.options["statistics"]["surprise"][place] = torch.nan
+    batch.statistics["surprise"][place] = torch.nan
     gate = Rejection("surprise", level, reduce, lower=-99.0, upper=99.0)
     assert not assert_agrees(batch, RolloutCorrection(reject=(gate,))).mask.any()
 
@@ -98,7 +97,7 @@ def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any,
 def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype, correction: RolloutCorrection) -> None:
     batch = batch_of(LENGTHS)
     batch.train, batch.rollout = batch.train.to(dtype), batch.rollout.to(dtype)
-    batch.options["advantages"] = batch.options["advantages"].to(dtype)
+    batch.advantages = batch.advantages.to(dtype)
     assert_agrees(batch, correction)
 
 
@@ -117,7 +116,7 @@ def test_arguments_that_lie_differently_in_memory_are_read_right(layout: str) ->
     expected = run(batch, SEGMENTS)
     if layout == "columns first":
         batch.train, batch.rollout, batch.mask = (x.t().contiguous().t() for x in batch.arguments)
-        batch.options["advantages"] = batch.options["advantages"][:, None].expand(3, 20)
+        batch.advantages = batch.advantages[:, None].expand(3, 20)
     else:
         odd = [torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view(3, 20) for x in batch.arguments]
         batch.train, batch.rollout, batch.mask = odd
@@ -134,7 +133,7 @@ def test_a_batch_without_loss_tokens_is_legal(lengths: list[int]) -> None:
 
 def test_metrics_of_a_pair_are_those_of_pytorch_in_fp64() -> None:
     batch = batch_of(LENGTHS, gap=0.3, corrupt=0.01)
-    truth = pair_metrics(*batch.double().arguments, cu_seqlens=batch.cu_seqlens, log_ratio_bound=0.77)
+    truth = pair_metrics(*double(batch).arguments, cu_seqlens=batch.cu_seqlens, log_ratio_bound=0.77)
     found = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, log_ratio_bound=0.77, backend="triton")
     assert_metrics(found.values(), truth.values())
 
@@ -143,14 +142,14 @@ def test_metrics_of_a_pair_are_those_of_pytorch_in_fp64() -> None:
 @pytest.mark.parametrize("sequences", [False, True])
 def test_metrics_of_a_padded_pair_are_those_of_pytorch_in_fp64(rows: int, sequences: bool) -> None:
     batch = padded(batch_of([20] * rows, gap=8.0), rows)
-    truth = pair_metrics(*batch.double().arguments, sequences=sequences)
+    truth = pair_metrics(*double(batch).arguments, sequences=sequences)
     assert_metrics(pair_metrics(*batch.arguments, sequences=sequences, backend="triton").values(), truth.values())
 
 
 def test_statistics_of_both_backends_merge() -> None:
     one, two = batch_of(LENGTHS, 1), batch_of(LENGTHS, 2)
     parts = [
-        correct(*b.arguments, correction=SEGMENTS, cu_seqlens=b.cu_seqlens, backend=backend, **b.options).metrics
+        correct(*b.arguments, correction=SEGMENTS, backend=backend, **b.options).metrics
         for b, backend in ((one, "triton"), (two, "torch"), (one, "torch"), (two, "torch"))
     ]
     assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())
@@ -165,12 +164,11 @@ def test_a_bound_that_grows_is_that_of_pytorch_in_fp64(weight: Weight) -> None:
 def test_the_sums_of_a_measured_bound_are_those_of_pytorch_in_fp64(level: Any, per_token: bool) -> None:
     batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004, per_token=per_token)
     correction = RolloutCorrection(Weight(level, upper="measured"), (Rejection("k2", "token", upper=0.4),))
-    options = batch.options | {"cu_seqlens": batch.cu_seqlens, "correction": correction, "measured_upper": 1.3}
     found, truth = (
-        correct(*of.arguments, **(options | {"advantages": of.options["advantages"]}), backend=backend)
-        for of, backend in ((batch, "triton"), (batch.double(), "torch"))
+        correct(*of.arguments, correction=correction, measured_upper=1.3, backend=backend, **of.options).metrics
+        for of, backend in ((batch, "triton"), (double(batch), "torch"))
     )
-    found, truth = (answer.metrics._fetch()[""] for answer in (found, truth))
+    found, truth = (metrics._fetch()[""] for metrics in (found, truth))
     assert truth["upper_units"] > 0
     names = (*SUMS, UNITS)
     assert {n: found[n] for n in names} == pytest.approx({n: truth[n] for n in names}, rel=1e-9, abs=1e-12)

@@ -39,7 +39,7 @@ def test_a_correction_is_three_launches_and_few_more_for_what_needs_them(name: s
     correction, options, launches = COUNTED[name]
     batch = batch_of([13, 13, 13] if in_rows else [9, 0, 30], sampling="sampling_logprobs" in options)
     batch = padded(batch, 3) if in_rows else batch
-    call = {"correction": correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **options, **batch.options}
+    call = {"correction": correction, "backend": "triton", **options, **batch.options}
     asked = count_launches(lambda: correct(*batch.arguments, **call))
     assert asked.total == launches and not asked.waits and not asked.collectives, asked
 
@@ -59,9 +59,8 @@ def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
         batch = batch_of([9, 0, 30], sampling=False)
         gates = (Rejection("k3", "sequence", "mean", upper=upper), Rejection("ratio", "token", lower=lower))
         correction = RolloutCorrection(Weight("token", "clip", lower, upper), gates)
-        given = {"correction": correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **batch.options}
         with recorded_launches() as launches:
-            correct(*batch.arguments, **given)
+            correct(*batch.arguments, correction=correction, backend="triton", **batch.options)
         return [
             {p: v for p, v in launch.arguments.items() if isinstance(v, (str, bool, tuple)) and p not in runtime}
             for launch in launches
@@ -77,13 +76,13 @@ def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
 def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     batch = batch_of([70, 40], ids=ids)
-    batch.options["advantages"] = torch.randn(9, generator=generator)
+    batch.advantages = torch.randn(9, generator=generator)
     for _ in range(2):
         if ids:
-            batch.options["segment_ids"] = torch.randint(-200, 200, (110,), generator=generator)
-        cu_seqlens = torch.randint(-300, 300, (10,), generator=generator)
+            batch.segment_ids = torch.randint(-200, 200, (110,), generator=generator)
+        batch.cu_seqlens = torch.randint(-300, 300, (10,), generator=generator)
         with small_blocks(), counted_traffic() as traffic:
-            correct(*batch.arguments, correction=SEGMENTS, cu_seqlens=cu_seqlens, backend="triton", **batch.options)
+            correct(*batch.arguments, correction=SEGMENTS, backend="triton", **batch.options)
         assert traffic.total() > 0
 
 

@@ -29,11 +29,9 @@ INDICES = (1, 3, 4, 5, 7, 8, 10)
 def everything(rank: int) -> dict[str, Any]:
     with small_blocks():
         return {
-            "DP": data_parallel(rank, 2, INDICES),
-            "CP": context_parallel(rank, 2, 1, INDICES),
-            "pair": pair_over_context_parallel(rank, 2),
-            "refusals": refusals(rank),
-        }
+            "DP": data_parallel(rank, 2, INDICES), "CP": context_parallel(rank, 2, 1, INDICES),
+            "pair": pair_over_context_parallel(rank, 2), "refusals": refusals(rank),
+        }  # fmt: skip
 
 
 def refusals(rank: int) -> list[str]:

@@ -18,10 +18,9 @@ from on_device import MadeByTests
 from row_problems import Problem, assert_exact, kept_problem
 from torch import Tensor
 
+from megatron_rc import correct, vocab_parallel_logprobs
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_debug_checks")]
 

@@ -11,11 +11,10 @@ from loss_batch import PER_TOKEN, Result, answered, corrected_of, grouped, token
 from on_device import CARD, ROUNDING, assert_same
 from torch import Tensor
 
+from megatron_rc import LossOptions, policy_loss
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
 from megatron_rc.loss import reference
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.policy_loss import policy_loss
 from megatron_rc.loss.reference import LossInputs
 from speed.launches import count_launches, recorded_launches
 

@@ -12,13 +12,9 @@ from row_problems import small_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rc import Corrected, MetricSums, RolloutCorrection, policy_loss, vocab_parallel_logprobs
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.kernels import row_gradient, row_statistics
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.policy_loss import policy_loss
 from speed.launches import Launches, count_launches, recorded_launches
 
 pytestmark = pytest.mark.interpreter

@@ -17,15 +17,11 @@ from loss_batch import grouped
 from tested_kernels import kernel_names
 from torch import Tensor
 
+from megatron_rc import Corrected, MetricSums, Rejection, RolloutCorrection, policy_loss, vocab_parallel_logprobs
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import Rejection, RolloutCorrection
 from megatron_rc.kernels import device
 from megatron_rc.logprobs import backends
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
-from megatron_rc.loss.policy_loss import policy_loss
 from speed import launches
 
 OWN_GATE = RolloutCorrection(reject=(Rejection("own", "token", upper=0.0),))

@@ -30,20 +30,14 @@ FOUR = {"num_hidden_layers": 4}
 SOME_DENSE = {"mlp_only_layers": [1]}
 BF16 = TrainSettings(dtype="bf16")
 CASES: list[tuple[dict[str, Any], TrainSettings, dict[str, int]]] = [
-    (DENSE, BF16, {"tensor": 2}),
-    (DENSE | FOUR, BF16, {"pipeline": 2}),
-    (KINDS["tied"] | FOUR, BF16, {"pipeline": 2}),
-    (KINDS["tied"], BF16, {"tensor": 2}),
-    (KINDS["biased"], BF16, {"tensor": 2}),
-    (MOE, BF16, {"expert": 2}),
-    (MOE | FOUR | SOME_DENSE, BF16, {"pipeline": 2}),
-    (DENSE, BF16, {}),
-    (DENSE | FOUR, TrainSettings(dtype="fp32"), {}),
-    (KINDS["biased"], BF16, {}),
-    (KINDS["biased"], TrainSettings(dtype="fp32"), {}),
-    (MOE, TrainSettings(dtype="bf16", optimizer="sgd"), {}),
+    (DENSE, BF16, {"tensor": 2}), (DENSE | FOUR, BF16, {"pipeline": 2}),
+    (KINDS["tied"] | FOUR, BF16, {"pipeline": 2}), (KINDS["tied"], BF16, {"tensor": 2}),
+    (KINDS["biased"], BF16, {"tensor": 2}), (MOE, BF16, {"expert": 2}),
+    (MOE | FOUR | SOME_DENSE, BF16, {"pipeline": 2}), (DENSE, BF16, {}),
+    (DENSE | FOUR, TrainSettings(dtype="fp32"), {}), (KINDS["biased"], BF16, {}),
+    (KINDS["biased"], TrainSettings(dtype="fp32"), {}), (MOE, TrainSettings(dtype="bf16", optimizer="sgd"), {}),
     (MOE | SOME_DENSE, TrainSettings(dtype="fp16"), {}),
-]
+]  # fmt: skip
 
 
 def saved_by_autograd(model: Any, dtype: str) -> int:

@@ -4,17 +4,16 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from launch_scripts import LAUNCH, environment, free_port, write_quick_sglang
-from process_groups import nothing_is_left
+from launch_scripts import LAUNCH, environment, free_port, listens, write_quick_sglang
+from process_groups import nothing_is_left, until
+from refusals import refuses
 from typer.testing import CliRunner, Result
 
 from megatron_rc.cli import app
@@ -109,9 +108,7 @@ def test_what_a_machine_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
 
     def refusal(*assignments: str) -> str:
-        with pytest.raises(ValueError) as caught:
-            launch(given("cluster.gpus_per_node=4", "cluster.serve_gpus=2", *assignments))
-        return str(caught.value)
+        return refuses("", launch, given("cluster.gpus_per_node=4", "cluster.serve_gpus=2", *assignments))
 
     several = (
         "megatron-rc launch starts one machine, and cluster.nodes is 2: a template of the repository's launch/, "
@@ -205,11 +202,6 @@ except ValueError as error:
 """
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.parametrize(
     ("behaviour", "sent", "status"),
     [
@@ -239,5 +231,4 @@ def test_whatever_ends_a_job_ends_its_server_and_its_trainer(
     assert job.returncode == status
     assert said.startswith("the trainer failed; its own error is above") is (status == 1), said
     assert nothing_is_left(int(line.split()[1]))
-    while listens(port):
-        time.sleep(0.1)
+    assert until(lambda: not listens(port))

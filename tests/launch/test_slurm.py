@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from jobs import DENSE, settings_file
-from launch_scripts import LAUNCH, environment, free_port, write_script
+from launch_scripts import LAUNCH, environment, free_port, listens, write_script
+from process_groups import until
 from sglang_server import save_checkpoint
 from typer.testing import CliRunner
 
@@ -87,8 +87,7 @@ class Loopback:
 
     def ended(self, job: subprocess.Popen[str]) -> tuple[int, str]:
         """(exit status, all that was written), once the job has ended and nothing of it is left."""
-        while self.processes():
-            time.sleep(0.1)
+        assert until(lambda: not self.processes(), seconds=1200)
         return job.wait(600), (self.folder / "said").read_text()
 
     def processes(self, node: str = "") -> list[int]:
@@ -132,13 +131,10 @@ class Slurm(Loopback):
             (folder / f"spool/{words[-1]}").mkdir(parents=True)
             with open(folder / f"daemon{number}.log", "w") as log:
                 self.daemons.append(subprocess.Popen(words, env=own, stdout=log, stderr=log))
-        deadline = time.monotonic() + 60
-        while self._states(own) != ["idle", "idle"]:
-            if time.monotonic() > deadline:
-                self.close()
-                logs = sorted(folder.glob("daemon*.log"))
-                raise AssertionError("Slurm does not start:\n" + "\n".join(log.read_text()[-2000:] for log in logs))
-            time.sleep(0.2)
+        if not until(lambda: self._states(own) == ["idle", "idle"], seconds=60):
+            self.close()
+            logs = sorted(folder.glob("daemon*.log"))
+            raise AssertionError("Slurm does not start:\n" + "\n".join(log.read_text()[-2000:] for log in logs))
 
     def _states(self, environ: dict[str, str]) -> list[str]:
         asked = ["sinfo", "--noheader", "--Node", "--format=%t"]
@@ -152,9 +148,8 @@ class Slurm(Loopback):
         # a daemon that ends before its steps leaves processes behind that wait for it
         subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=self.environment)
         super().close()
-        asked, deadline = ["squeue", "--noheader"], time.monotonic() + 60
-        while subprocess.run(asked, env=self.environment, capture_output=True).stdout and time.monotonic() < deadline:
-            time.sleep(0.2)
+        asked = ["squeue", "--noheader"]
+        until(lambda: not subprocess.run(asked, env=self.environment, capture_output=True).stdout, seconds=60)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             daemon.wait(600)
@@ -179,9 +174,8 @@ def trained_steps(folder: Path) -> list[int]:
 def said_when_a_node_is_killed(nodes: Loopback, template: Path, config: Path, **options: str) -> list[str]:
     """The lines of a job that fails: the processes of its second node are killed while it trains."""
     job = nodes.submit(template, config, "--set", "train.steps=100000", TRAIN_OPTIONS="--fresh", **options)
-    while len(trained_steps(config.parent)) <= 2:
-        assert job.poll() is None, "the job ended early"
-        time.sleep(0.1)
+    trains = until(lambda: len(trained_steps(config.parent)) > 2, lambda: job.poll() is None, 1200)
+    assert trains, "the job ended early"
     for process in nodes.processes(NODES[1]):
         os.kill(process, signal.SIGKILL)
     status, said = nodes.ended(job)
@@ -229,8 +223,7 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first_and_ends_with_it(nodes:
     assert f"serving at http://{NODES[1]}:{port}" in said
     lines = said_when_a_node_is_killed(nodes, SGLANG, config, **servers)
     assert any(line.startswith(A_SERVER_ENDED) for line in lines), lines
-    with socket.socket() as client:
-        assert client.connect_ex((NODES[1], port)) != 0
+    assert not listens(port, NODES[1])
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from length_curves import assert_every_state_resumes
+from refusals import refuses
 
-from megatron_rc import MetricSums, MismatchLR, RolloutCorrection, correct, patch
-from megatron_rc.correction.settings import Weight
+from megatron_rc import MetricSums, MismatchLR, RolloutCorrection, Weight, correct, patch
 from megatron_rc.drawing.series import Mark
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.slime.settings import SlimeSettings
@@ -97,8 +97,7 @@ def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(action: Any) ->
 def test_an_impossible_signal_is_refused_and_leaves_no_trace(signal: str, value: float) -> None:
     one = rule_on(signal)
     before = one.state_dict()
-    with pytest.raises(ValueError, match=f"{signal} must be in "):
-        one.step(value)
+    refuses(f"{signal} must be in ", one.step, value)
     assert one.state_dict() == before
 
 
@@ -117,8 +116,7 @@ def test_an_impossible_signal_is_refused_and_leaves_no_trace(signal: str, value:
 )
 def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], message: str) -> None:
     for make in (lambda **each: MismatchLR(1.0, **each), MismatchSettings):
-        with pytest.raises(ValueError, match=message):
-            make(**arguments)
+        refuses(message, make, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,7 @@ def test_a_wrong_argument_is_one_sentence_naming_it(arguments: dict[str, Any], m
 )  # fmt: skip
 @pytest.mark.parametrize("where", [JobSettings, PatchSettings, SlimeSettings, patch])
 def test_what_cannot_act_is_refused_wherever_it_is_written(where: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        where(**settings)
+    refuses(message, where, **settings)
 
 
 def test_a_patch_without_a_correction_measures_nothing_for_a_rule_on() -> None:

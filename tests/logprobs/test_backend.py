@@ -9,16 +9,11 @@ import triton
 from head_case import head_case
 from story import story
 
-from megatron_rc import backend
+from megatron_rc import HeadInputs, LossOptions, backend, linear_logprobs, policy_loss, vocab_parallel_logprobs
 from megatron_rc import logprobs as room
 from megatron_rc.logprobs import inputs as head_inputs
 from megatron_rc.logprobs import linear
 from megatron_rc.logprobs.gradient import check_wide_products
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.logprobs.linear import linear_logprobs
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.policy_loss import policy_loss
 
 ROWS = torch.zeros(3)
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

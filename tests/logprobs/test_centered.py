@@ -11,10 +11,9 @@ import torch.distributed as dist
 from distributed import Collectives, run_cases
 from torch import Tensor
 
-from megatron_rc import HeadInputs, LossOptions, RolloutCorrection, correct, linear_policy_loss, policy_loss
+from megatron_rc import HeadInputs, LossOptions, RolloutCorrection, Weight, correct, linear_policy_loss, policy_loss
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import Support, TopIds
-from megatron_rc.correction.weight import Weight
 from megatron_rc.logprobs.centered import CenteredLogprobs, centered_logprobs, linear_centered_logprobs
 from megatron_rc.logprobs.centering import centering_metrics
 

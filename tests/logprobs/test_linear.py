@@ -9,12 +9,12 @@ import torch
 from head_case import Case, by_head, by_logits, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support
 from loss_batch import grouped
+from refusals import refuses
 from torch import Tensor
 
-from megatron_rc.logprobs.inputs import HeadInputs
+from megatron_rc import HeadInputs, policy_loss
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_distribution
-from megatron_rc.loss.policy_loss import policy_loss
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
 BACKEND = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.kernel)])
@@ -213,8 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     case = head_case()
-    with pytest.raises(ValueError, match=message):
-        linear_logprobs(case.hidden, case.weight, case.targets, **grouped(**options))
+    refuses(message, linear_logprobs, case.hidden, case.weight, case.targets, **grouped(**options))
 
 
 def test_wrong_weights_and_hidden_states_are_refused_by_name() -> None:
@@ -233,8 +232,7 @@ def test_wrong_weights_and_hidden_states_are_refused_by_name() -> None:
         (case.hidden[None], case.weight, "hidden must be .N, H."),
         (case.hidden[1:], case.weight, "targets must have the shape .10,. of the rows of hidden"),
     ):
-        with pytest.raises(ValueError, match=message):
-            linear_logprobs(hidden, weight, case.targets)
+        refuses(message, linear_logprobs, hidden, weight, case.targets)
 
 
 def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
@@ -243,8 +241,7 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
     asked = grouped(with_entropy=True, **options)
     with pytest.raises(ValueError, match="with_entropy must be True when entropy_coef is 0.1"):
         linear_policy_loss(*case.leaves(), case.targets, *given, **grouped(**options))
-    with pytest.raises(ValueError, match="scale must be 0 outside of rows"):
-        by_head(case, fused=True, rows=torch.tensor([0]))
+    refuses("scale must be 0 outside of rows", by_head, case, fused=True, rows=torch.tensor([0]))
     with pytest.raises(ValueError, match=r"advantages must have the shape \(11,\) of targets"):
         linear_policy_loss(*case.leaves(), case.targets, given[0], given[1][1:], given[2], **asked)
     for name, given_there in (
@@ -260,10 +257,8 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
             linear_policy_loss(*case.leaves(), case.targets, *given, **there)
     with pytest.raises(ValueError, match="upstream must be on cpu, where hidden is, got meta"):
         by_head(case, fused=True, upstream=torch.ones((), device="meta"))
-    with pytest.raises(ValueError, match="upstream must be given for fp16"):
-        by_head(head_case(torch.float16), fused=True)
-    with pytest.raises(ValueError, match="upstream must be 0-d"):
-        by_head(case, fused=True, upstream=torch.ones(2))
+    refuses("upstream must be given for fp16", by_head, head_case(torch.float16), fused=True)
+    refuses("upstream must be 0-d", by_head, case, fused=True, upstream=torch.ones(2))
 
 
 @BACKEND

@@ -1,5 +1,8 @@
-"""The fused head over two gloo ranks: shards of unequal width, sequence parallelism, context parallelism."""
+"""The fused head over two gloo ranks, cut in every way, and what it holds beyond its inputs."""
 
+import gc
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Collectives, run_ranks
-from head_case import Case, Result, by_head, distance, exact, head_case
+from head_case import Case, Result, by_head, distance, exact, head_case, with_main_grad
+from loss_batch import grouped
 from torch import Tensor
 
+from megatron_rc import HeadInputs, LossOptions, correct, linear_logprobs, linear_policy_loss, loss_scale
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.logprobs.linear import linear_policy_loss
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.scale import loss_scale
+from megatron_rc.logprobs.reference import rows as reference_rows
 
 WIDTHS = (8, 5)
 TOKENS, CHUNK = 12, 5
@@ -175,3 +176,72 @@ def test_context_parallel_ranks_give_the_loss_gradients_and_metrics_of_one() -> 
         torch.testing.assert_close(first["total"], one["total"], rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(first["by hidden"] + second["by hidden"], one["by hidden"], rtol=1e-12, atol=1e-14)
         assert first["metrics"] == second["metrics"] == pytest.approx(one["metrics"], rel=1e-12)
+
+
+MANY, WIDE = 64, 4096
+TEMPORARIES = {torch.float32: 80 * 2**10, torch.bfloat16: 144 * 2**10}
+"""Bytes of row statistics and products; on a CPU, PyTorch converts one row of logits at a time to fp32."""
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that were allocated at a time, beyond those at the start.
+
+    Without oneDNN, whose products of bf16 take scratch memory that differs from CPU to CPU: on one with AMX more than a
+    chunk of logits. What was garbage before is collected first: freed during the call, it would count as the call's.
+    """
+    gc.collect()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.backends.mkldnn.flags(enabled=False),  # type: ignore[no-untyped-call]
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
+        call()
+    live = highest = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        highest = max(highest, live)
+    return highest
+
+
+def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], None]:
+    given, of_loss = case.of_loss()
+
+    def run() -> None:
+        if form == "logprobs":
+            logprobs = linear_logprobs(*leaves, case.targets, backend="torch", **grouped(**options))
+            logprobs.backward(torch.ones_like(logprobs))  # type: ignore[union-attr]
+        else:
+            known = {"upstream": 1.0} if form == "policy_loss, upstream" else {}
+            terms = {"with_entropy": True, "backend": "torch", **known, **grouped(**of_loss, **options)}
+            linear_policy_loss(*leaves, case.targets, *given, **terms).loss.backward()
+
+    return run
+
+
+@pytest.mark.parametrize("home", ["main_grad", "main_grad, rows", "own"])
+# the larger of the two: a chunk of logits, or the gradient that Megatron's DDP wants to see
+@pytest.mark.parametrize(("rows", "width"), [(32, 20), (24, 64)], ids=["chunk is larger", "weight is larger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["logprobs", "policy_loss", "policy_loss, upstream"])
+def test_the_peak_is_a_chunk_or_a_gradient_of_the_weight_and_not_both(
+    form: str, dtype: torch.dtype, rows: int, width: int, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_rows, "_CHUNK_ELEMENTS", WIDE)
+    monkeypatch.setattr("megatron_rc.logprobs.gradient._BLOCK_ELEMENTS", WIDE)
+    case, size = head_case(dtype, MANY, width, WIDE), dtype.itemsize
+    leaves = case.leaves() if home == "own" else with_main_grad(case, torch.float32)
+    options = {"rows": case.batch["loss_mask"].nonzero()[:, 0]} if home == "main_grad, rows" else {}
+    found = peak_bytes(step(case, leaves, form, chunk=rows, **options))
+
+    weight = WIDE * width
+    summed = 4 * weight if home == "own" or form == "policy_loss" else 0
+    chunk = rows * WIDE * size + summed
+    if home == "own":
+        # what autograd gets is the sum, or made of it in the dtype of the weight
+        gradient = summed + size * weight if dtype == torch.bfloat16 else 0
+    else:
+        # nothing is in it, but DDP asserts that it is there
+        gradient = size * weight
+    states = (MANY + (len(options["rows"]) if options else 0)) * width * size
+    assert 0 <= found - max(chunk, gradient) <= states + 64 * MANY + TEMPORARIES[dtype]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import Collectives, run_ranks
 from logprobs_truth import INF, truth, unchecked
+from refusals import refuses
 from row_problems import ULP, Problem, Solution, assert_exact, small_blocks
 from torch import Tensor
 
@@ -99,10 +100,8 @@ def evaluate(case: Case, rank: int, group: dist.ProcessGroup | None) -> dict[str
 
 def refusal(rank: int, group: dist.ProcessGroup) -> str:
     set_debug_checks(True)
-    with pytest.raises(ValueError) as error:
-        rows = 3 + dist.get_rank(group)
-        vocab_parallel_logprobs(torch.zeros(rows, 4), torch.zeros(rows, dtype=torch.int64), tp_group=group)
-    return str(error.value)
+    rows = torch.zeros(3 + dist.get_rank(group), 4)
+    return refuses("", vocab_parallel_logprobs, rows, rows[:, 0].long(), tp_group=group)
 
 
 def every_case(rank: int) -> dict[str, Any]:

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rc import LossOptions, RolloutCorrection, correct, policy_loss
+from megatron_rc import LossOptions, Rejection, RolloutCorrection, Weight, centered_logprobs, correct, policy_loss
 from megatron_rc.batch import Support, TopIds
-from megatron_rc.correction.rejection import Rejection
-from megatron_rc.correction.weight import Weight
-from megatron_rc.logprobs.centered import centered_logprobs
 from megatron_rc.logprobs.centering import centering_metrics
 
 V = 9
@@ -158,12 +155,9 @@ def test_metrics_name_the_masses_the_tail_and_the_drift_that_is_removed() -> Non
     alpha = (1 - q[head].sum()) / (1 - p[head].sum())
     c = torch.zeros(V).double().index_copy(0, head, (q - alpha * p)[head])
     expected = {
-        "top_rollout_mass": q[head].sum(),
-        "top_train_mass": p[head].sum(),
-        "tail_ratio": alpha,
-        "tail_ratio_clamped": 0,
-        "drift_removed": (c - p * c.sum())[head].norm(),
-    }
+        "top_rollout_mass": q[head].sum(), "top_train_mass": p[head].sum(), "tail_ratio": alpha,
+        "tail_ratio_clamped": 0, "drift_removed": (c - p * c.sum())[head].norm(),
+    }  # fmt: skip
     assert values == pytest.approx({name: float(value) for name, value in expected.items()})
     assert float(centering.term) == pytest.approx(float((c * logits.log_softmax(0)).sum()))
 

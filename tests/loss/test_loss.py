@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from loss_batch import corrected_of, evaluate, random_batch
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.policy_loss import policy_loss
-from megatron_rc.loss.scale import loss_scale
+from megatron_rc import Corrected, LossOptions, MetricSums, RolloutCorrection, loss_scale, policy_loss
 
 INF, NAN = float("inf"), float("nan")
 

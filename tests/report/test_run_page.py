@@ -1,5 +1,6 @@
-"""The curves, the HTML report and the picture."""
+"""The curves, the HTML report, the picture, and colours that are readable and tell methods apart for everybody."""
 
+import itertools
 import math
 import struct
 import sys
@@ -7,13 +8,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from report_pages import Page, rl, warmup, write_all
 
 from megatron_rc.drawing import axes, svg
-from megatron_rc.drawing.colours import LIGHT
+from megatron_rc.drawing.colours import DARK, LIGHT, METHODS, OTHER, SERIES, hues
 from megatron_rc.drawing.series import Series, moving_average
 from megatron_rc.report.context import save_fingerprint, save_settings
 from megatron_rc.report.curves import headlines, series
@@ -71,8 +74,7 @@ def test_a_metric_that_was_not_measured_leaves_its_plot_out_and_is_named(tmp_pat
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     write_all(tmp_path, [])
-    with pytest.raises(ValueError, match="holds no finished step"):
-        write_report(tmp_path)
+    refuses("holds no finished step", write_report, tmp_path)
 
 
 def test_a_long_run_stays_small_and_keeps_its_peaks(tmp_path: Path) -> None:
@@ -182,11 +184,9 @@ def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
 def test_a_picture_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     write_all(tmp_path, warmup([1, 2]))
-    with pytest.raises(ValueError, match="holds no metric that is part of the picture"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")
+    refuses("holds no metric that is part of the picture", write_curves_png, tmp_path, tmp_path / "curves.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"matplotlib is not installed: .* -e '.\[report\]'"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")
+    refuses(r"matplotlib is not installed: .* -e '.\[report\]'", write_curves_png, tmp_path, tmp_path / "curves.png")
 
 
 def test_a_logarithmic_axis_takes_negative_values_and_ends_where_the_data_end() -> None:
@@ -207,3 +207,45 @@ def test_a_clipped_chart_cuts_off_what_lies_outside_the_axes() -> None:
     assert inner["viewbox"] == f"{svg.LEFT} {svg.TOP} {inner['width']} {inner['height']}"
     assert page.named("polyline") and page.named("polygon") and page.named("image")
     assert "a<b" in page.texts
+
+
+APART = 10.0
+"""Least distance of two colours in CIELAB; 2 is just visible side by side."""
+SIGHT = {
+    "usual": np.eye(3),
+    "deuteranopia": np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]]),
+    "protanopia": np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]]),
+}
+"""Viénot, Brettel and Mollon (1999), on linear RGB."""
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
+    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    x, y, z = np.cbrt(TO_XYZ @ rgb / (TO_XYZ @ np.ones(3)))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_is_readable_and_methods_stay_apart_for_everybody(colours: dict[str, str]) -> None:
+    for name in ("text", "soft", "alarm", "caution", *SERIES):
+        for ground in ("page", "card"):
+            dark, light = sorted(TO_XYZ[1] @ linear(colours[each]) for each in (name, ground))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, ground)
+    shown = {name: linear(colours[hue]) for name, hue in (METHODS | {"others": OTHER}).items()}
+    for sight, matrix in SIGHT.items():
+        for one, other in itertools.combinations(shown, 2):
+            distance = np.linalg.norm(lab(matrix @ shown[one]) - lab(matrix @ shown[other]))
+            assert distance >= APART, (sight, one, other, distance)
+
+
+def test_a_method_has_one_colour_in_any_company() -> None:
+    for names in (["none", "seq-tis"], ["exact", "none", "icepop"], ["bf16", "none", "fp8"]):
+        given = hues(names)
+        assert all(given[name] == METHODS[name] for name in names if name in METHODS)
+        assert len({*given.values()}) == len(names)
+    assert list(hues(["bf16", "fp8"]).values()) == [*SERIES[:2]]

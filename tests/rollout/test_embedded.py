@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from route_sets import peak_memory
 from safetensors.torch import load_file
 from tiny_models import errors, reference_logits
@@ -275,10 +276,8 @@ def test_each_weight_must_come_once_with_its_shape(kind: str, pair: Any) -> None
         ({**weights, name: weights[name][:-1]}, f"weight '{name}' must have shape"),
         ({k: v for k, v in weights.items() if k != name}, rf"weight '{name}' is missing \(1 of {len(weights)} are\)"),
     ):
-        with pytest.raises(ValueError, match=message):
-            engine.update_weights(bad.items(), 5)
-    with pytest.raises(ValueError, match=f"weight '{name}' was given twice"):
-        engine.update_weights([*weights.items(), (name, weights[name])], 5)
+        refuses(message, engine.update_weights, bad.items(), 5)
+    refuses(f"weight '{name}' was given twice", engine.update_weights, [*weights.items(), (name, weights[name])], 5)
     if kind == "tied":
         assert "lm_head.weight" not in weights
         with pytest.raises(ValueError, match=r"weight 'lm_head\.weight' is not a parameter"):
@@ -298,8 +297,7 @@ def test_a_bad_request_names_the_prompt(pair: Any) -> None:
         ([[1], [2]], 3, range(5), r"seeds must hold one seed per response \(2 x 3\), got 5"),
         ([[1]], 0, [], "n must be >= 1, got 0"),
     ):
-        with pytest.raises(ValueError, match=sentence):
-            engine.generate(prompts, SamplingParams(max_new_tokens=1), n=n, seeds=seeds)
+        refuses(sentence, engine.generate, prompts, SamplingParams(max_new_tokens=1), n=n, seeds=seeds)
     assert engine.generate([], SamplingParams(max_new_tokens=1), n=3, seeds=[]) == []
 
 

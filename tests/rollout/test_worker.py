@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_groups import members, nothing_is_left
+from refusals import refuses
 from scripted_engine import BROKEN, ENDLESS, KILLED, REFUSED, ScriptedEngine
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
@@ -60,20 +61,16 @@ def test_every_finished_response_is_counted(engine: WorkerEngine) -> None:
 
 def test_errors_of_the_engine_are_sentences_and_the_next_request_is_answered(engine: WorkerEngine) -> None:
     engine.update_weights(weights(), 6)
-    with pytest.raises(ValueError, match=r"^prompt 0 is refused$"):
-        answer(engine, REFUSED)
-    with pytest.raises(ValueError, match=r"^the rollout engine failed with KeyError: [^\n]*no such key[^\n]*$"):
-        answer(engine, BROKEN)
+    refuses(r"^prompt 0 is refused$", answer, engine, REFUSED)
+    refuses(r"^the rollout engine failed with KeyError: [^\n]*no such key[^\n]*$", answer, engine, BROKEN)
     unread = iter([("unknown", torch.ones(1)), *weights()])
-    with pytest.raises(ValueError, match="weight 'unknown' is not a parameter of the model"):
-        engine.update_weights(unread, 7)
+    refuses("weight 'unknown' is not a parameter of the model", engine.update_weights, unread, 7)
     assert next(unread, None) is None and engine.weight_version == 6
     assert answer(engine)[0].weight_versions == [(6, 0, 11)]
 
 
 def test_an_engine_that_cannot_be_built_says_why() -> None:
-    with pytest.raises(ValueError, match=r"^dtype must be bf16$"):
-        WorkerEngine(partial(ScriptedEngine, "dtype must be bf16"), agree=alone)
+    refuses(r"^dtype must be bf16$", WorkerEngine, partial(ScriptedEngine, "dtype must be bf16"), agree=alone)
 
 
 def test_an_interrupt_leaves_the_process_to_its_parent_and_a_kill_is_noticed_at_once() -> None:
@@ -84,8 +81,7 @@ def test_an_interrupt_leaves_the_process_to_its_parent_and_a_kill_is_noticed_at_
         started = time.monotonic()
         unread = iter(weights())
         for attempt in (partial(answer, engine, KILLED), partial(engine.update_weights, unread, 1)):
-            with pytest.raises(ValueError, match=r"^the process of the rollout engine was ended by SIGKILL, as "):
-                attempt()
+            refuses(r"^the process of the rollout engine was ended by SIGKILL, as ", attempt)
         assert time.monotonic() - started < 30, "nothing waits for a process that has ended"
         assert next(unread, None) is None, "the other trainer processes take part in making the weights"
     finally:

@@ -1,29 +1,33 @@
 """Batches for the correction, and `correct` for tests: the fields of its `Extras` are arguments of their own."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc import Corrected, Extras, RolloutCorrection, Weight
 from megatron_rc.correction import correct as of_package
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.inputs import Extras
-from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 
 @dataclass
 class Case:
+    """Arguments of `correct`; what is None is left out."""
+
     train: Tensor
     rollout: Tensor
     mask: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     advantages: Tensor
-    """[S]."""
+    """[S], or [N]."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     lags: Tensor | None = None
     """[N] int."""
+    sampling_logprobs: Tensor | None = None
+    segment_ids: Tensor | None = None
+    num_segments: int | None = None
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,8 +35,18 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        given = {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
-        return given if self.lags is None else given | {"lags": self.lags}
+        given = {each.name: getattr(self, each.name) for each in fields(self)[3:]}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Case":
+        """With every tensor changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: change(tensor) for name, tensor in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
+
+        return Case(*(changed(getattr(self, each.name)) for each in fields(self)))
 
     def part(self, first: int, last: int) -> "Case":
         """Sequences first to last - 1."""

@@ -15,13 +15,8 @@ import torch
 from loss_batch import grouped
 from torch import Tensor
 
-from megatron_rc.correction.correct import correct
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc import MetricSums, RolloutCorrection, correct, loss_scale, policy_loss, vocab_parallel_logprobs
 from megatron_rc.loss.advantages import expand_to_tokens
-from megatron_rc.loss.policy_loss import policy_loss
-from megatron_rc.loss.scale import loss_scale
 
 VOCABULARY = 3
 STOP = 0

@@ -13,13 +13,10 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
 SHAPES = {
-    "model.embed_tokens.weight": (37, 8),
-    "model.layers.0.self_attn.q_proj.weight": (16, 8),
-    "model.layers.0.self_attn.k_proj.weight": (8, 8),
-    "model.layers.0.self_attn.v_proj.weight": (8, 8),
-    "model.layers.0.input_layernorm.weight": (8,),
-    "model.norm.weight": (8,),
-}
+    "model.embed_tokens.weight": (37, 8), "model.layers.0.self_attn.q_proj.weight": (16, 8),
+    "model.layers.0.self_attn.k_proj.weight": (8, 8), "model.layers.0.self_attn.v_proj.weight": (8, 8),
+    "model.layers.0.input_layernorm.weight": (8,), "model.norm.weight": (8,),
+}  # fmt: skip
 BLOCKING = ("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group")
 """Endpoints that wait for other processes."""
 

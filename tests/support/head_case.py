@@ -7,10 +7,7 @@ from logprobs_truth import truth
 from loss_batch import corrected_of, grouped, random_batch
 from torch import Tensor
 
-from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
-from megatron_rc.logprobs.logits import vocab_parallel_logprobs
-from megatron_rc.loss.policy_loss import policy_loss
+from megatron_rc import RolloutCorrection, linear_logprobs, linear_policy_loss, policy_loss, vocab_parallel_logprobs
 
 TERMS: dict[str, Any] = {"dual_clip": 3.0, "kl_coef": 0.2, "entropy_coef": 0.1}
 

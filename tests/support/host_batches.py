@@ -21,20 +21,14 @@ OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
 def record(response: dict[str, Any]) -> dict[str, Any]:
     """A response with the column names of docs/dump.md."""
     return {
-        "step": 3,
-        "group": response["group"],
-        "prompt_ids": [7] * response["prompt_length"],
-        "output_ids": response["token_ids"],
-        "loss_mask": response["loss_mask"],
-        "rollout_logprobs": response["rollout"],
-        "old_logprobs": response["old"],
-        "entropy": response["entropy"],
-        "advantage": response["advantage"],
-        "reward": response["reward"],
+        "step": 3, "group": response["group"], "prompt_ids": [7] * response["prompt_length"],
+        "output_ids": response["token_ids"], "loss_mask": response["loss_mask"],
+        "rollout_logprobs": response["rollout"], "old_logprobs": response["old"], "entropy": response["entropy"],
+        "advantage": response["advantage"], "reward": response["reward"],
         "finish_reason": "length" if response["truncated"] else "stop",
         "weight_versions": [{"version": 3, "start": 0, "end": len(response["old"])}],
         "train_rank": response["train_rank"],
-    }
+    }  # fmt: skip
 
 
 RECORDS = [record(response) for response in TRUTH]

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import refusals
 from launch_scripts import free_port
+from process_groups import until
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
@@ -89,10 +90,8 @@ class Job(AbstractContextManager["Job"]):
     def wait_until_frozen(self) -> None:
         """Wait for the step of ``freeze_before``, which the job must reach."""
         first = psutil.Process(self.pid)
-        deadline = time.monotonic() + LIMIT
-        while first.status() != psutil.STATUS_STOPPED:
-            assert self.running() and time.monotonic() < deadline, "the job ended before the step that it freezes at"
-            time.sleep(0.01)
+        frozen = until(lambda: first.status() == psutil.STATUS_STOPPED, self.running, LIMIT)
+        assert frozen, "the job ended before the step that it freezes at"
 
     def kill(self) -> None:
         """Kill every rank with signal 9, children included."""

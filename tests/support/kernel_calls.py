@@ -10,18 +10,13 @@ from correction_cases import case, correct
 from loss_batch import grouped
 from torch import Tensor
 
+from megatron_rc import Corrected, HeadInputs, LossOptions, MetricSums, loss_scale, policy_loss
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.logprobs import backends
-from megatron_rc.logprobs.inputs import HeadInputs
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.policy_loss import policy_loss
-from megatron_rc.loss.scale import loss_scale
 from megatron_rc.moe import compare
 from megatron_rc.moe.reference import RouteComparison
 

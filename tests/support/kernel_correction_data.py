@@ -3,17 +3,16 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from correction_cases import below_zero, correct
+from correction_cases import Case, below_zero, correct
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc import Corrected, Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.launch_table import LAUNCH
 
 INF, NAN = math.inf, math.nan
@@ -47,33 +46,13 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-@dataclass
-class Batch:
-    """Log-probs are multiples of 2^-10, so that log-ratios are the same in fp32 and fp64."""
-
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
-    cu_seqlens: Tensor | None
-    options: dict[str, Any]
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.train, self.rollout, self.mask
-
-    def double(self) -> "Batch":
-        given = {
-            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in self.options.items()
-        }
-        given["statistics"] = {name: value.double() for name, value in self.options["statistics"].items()}
-        return replace(self, train=self.train.double(), rollout=self.rollout.double(), options=given)
-
-
 def batch_of(
     lengths: list[int], seed: int = 0, *, gap: float = 0.4, density: float = 0.7, corrupt: float = 0.0,
     ids: str | None = None, per_token: bool = False, sampling: bool = True,
-) -> Batch:  # fmt: skip
+) -> Case:  # fmt: skip
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
+
+    Log-probs are multiples of 2^-10, so that log-ratios are the same in fp32 and fp64.
 
     Args:
         corrupt: share of log-probs that are NaN, infinite or above 0.
@@ -115,18 +94,20 @@ def batch_of(
             number = torch.cat([part - part[0] if len(part) else part for part in number.split(lengths)])
         odd = torch.randint(-5, 99, (n,), generator=generator)
         options |= {"segment_ids": torch.where(mask, number, odd), "num_segments": n + 2}
-    return Batch(train, rollout, mask, cu_seqlens, options)
+    return Case(train, rollout, mask, cu_seqlens, **options)
 
 
-def padded(batch: Batch, rows: int) -> Batch:
+def double(batch: Case) -> Case:
+    return batch.mapped(lambda value: value.double() if value.is_floating_point() else value)
+
+
+def padded(batch: Case, rows: int) -> Case:
     """The same tokens as rows of one length."""
 
     def in_rows(value: Tensor) -> Tensor:
         return value.view(rows, -1) if len(value) == len(batch.mask) else value
 
-    options = {name: in_rows(value) for name, value in batch.options.items() if name != "statistics"}
-    options["statistics"] = {name: in_rows(value) for name, value in batch.options["statistics"].items()}
-    return Batch(*map(in_rows, batch.arguments), None, options)
+    return replace(batch.mapped(in_rows), cu_seqlens=None)
 
 
 @st.composite
@@ -165,7 +146,7 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def batches(draw: st.DrawFn) -> Case:
     batch = batch_of(
         draw(st.lists(st.integers(0, 3) | st.sampled_from([15, 16, 17, 40, 70]), min_size=1, max_size=4)),
         draw(st.integers(0, 999)), gap=draw(st.sampled_from([0.02, 0.4, 0.4, 12.0])),
@@ -177,14 +158,13 @@ def batches(draw: st.DrawFn) -> Batch:
     return padded(batch_of([draw(st.sampled_from([1, 16, 19]))] * 3, draw(st.integers(0, 999)), corrupt=0.03), 3)
 
 
-def assert_agrees(batch: Batch, correction: RolloutCorrection, **groups: Any) -> Corrected:
+def assert_agrees(batch: Case, correction: RolloutCorrection, **groups: Any) -> Corrected:
     """Mask exactly, weights to twice the error of PyTorch in fp32 and one rounding, metrics to 1e-6."""
 
-    def answer(given: Batch, backend: str) -> Corrected:
-        options = given.options | {"cu_seqlens": given.cu_seqlens, **groups}
-        return correct(*given.arguments, correction=correction, backend=backend, **options)
+    def answer(given: Case, backend: str) -> Corrected:
+        return correct(*given.arguments, correction=correction, backend=backend, **given.options, **groups)
 
-    found, plain, truth = answer(batch, "triton"), answer(batch, "torch"), answer(batch.double(), "torch")
+    found, plain, truth = answer(batch, "triton"), answer(batch, "torch"), answer(double(batch), "torch")
     assert found.weights.dtype == torch.float32 and found.mask.dtype == found.bad_sequences.dtype == torch.bool
     assert found.weights.shape == found.mask.shape == batch.mask.shape
     assert torch.equal(found.mask, truth.mask)

@@ -39,6 +39,11 @@ def free_port() -> int:
             return port
 
 
+def listens(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((host, port)) == 0
+
+
 def environment(**extra: str) -> dict[str, str]:
     foreign = ("SLURM_", "MASTER_", "CUDA_VISIBLE")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "NNODES", "PYTHONPATH")

@@ -6,12 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected
-from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.logprobs.inputs import HeadInputs
-from megatron_rc.loss.options import LossOptions
-from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
+from megatron_rc import Corrected, HeadInputs, LossOptions, MetricSums, PolicyLoss, RolloutCorrection, policy_loss
 
 PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
 

@@ -1,10 +1,19 @@
-"""The living processes of a group, and those that a process started."""
+"""The living processes of a group, those that a process started, and waiting for what another one does."""
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
+
+
+def until(holds: Callable[[], object], alive: Callable[[], bool] = lambda: True, seconds: float = 600) -> bool:
+    """Whether it comes to hold within these seconds, and as long as what does it is alive."""
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(held or holds())
 
 
 def _groups(processes: list[psutil.Process]) -> dict[int, int]:
@@ -31,7 +40,4 @@ def descendants(process: int) -> dict[int, int]:
 
 
 def nothing_is_left(group: int, seconds: float = 600) -> bool:
-    deadline = time.monotonic() + seconds
-    while members(group) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not members(group)
+    return until(lambda: not members(group), seconds=seconds)

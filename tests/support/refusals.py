@@ -1,10 +1,14 @@
-"""How a command line of megatron-rc ends in this process."""
+"""How a command line of megatron-rc ends in this process, and calls that are refused."""
 
 import contextlib
 import io
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
+
+import pytest
 
 
 class Ended(NamedTuple):
@@ -29,3 +33,14 @@ def run(*arguments: object) -> Ended:
         except SystemExit as stopped:
             status = int(stopped.code or 0)
     return Ended(status, out.getvalue(), error.getvalue())
+
+
+def refuses(sentence: str, call: Callable[..., object], /, *given: Any, **options: Any) -> str:
+    """The call ends with a ValueError that has this sentence; all that it says."""
+    with pytest.raises(ValueError, match=sentence) as error:
+        call(*given, **options)
+    return str(error.value)
+
+
+refusal = partial(refuses, "")
+"""What the ValueError says that a call ends with."""

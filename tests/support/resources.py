@@ -55,11 +55,9 @@ def measured() -> dict[str, Any]:
             print(name, kernels[name], flush=True)
         loops = [row for columns in LOOPS for entropy in (False, True) for row in loops_of_rows(columns, entropy)]
     found = {
-        "triton": triton.__version__,
-        "target": ONE_TARGET,
-        "launch": {name: list(launch) for name, launch in LAUNCH.items()},
-        "kernels": kernels,
-    }
+        "triton": triton.__version__, "target": ONE_TARGET,
+        "launch": {name: list(launch) for name, launch in LAUNCH.items()}, "kernels": kernels,
+    }  # fmt: skip
     return found | {"loops": loops}
 
 

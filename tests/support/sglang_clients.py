@@ -65,13 +65,16 @@ def holds(server: FaultySglang, seed: int) -> bool:
 
 
 def started(
-    stack: ExitStack, transport: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None, **options: Any
-) -> Any:
-    """(job, server, ...), which end with ``stack``."""
+    stack: ExitStack, transport: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None,
+    updated: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """(job, server, ...), which end with ``stack``; ``updated``: after a first update, of version 1."""
     servers = [stack.enter_context(FaultySglang(info=info)) for _ in range(count)]
     job = Job([server.url for server in servers], transport, folder, **options)
     stack.callback(job.pool.close)
     stack.callback(job.sync.close)
+    if updated:
+        job.update(1, version=1)
     return job, *servers
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from megatron_rc.settings import job
 from megatron_rc.tasks import Prompt, Task
@@ -148,9 +149,7 @@ def test_rewards_see_texts_without_special_tokens(make: Any) -> None:
 def test_a_reward_that_fails_names_itself_and_the_line_of_the_prompt(make: Any, function: str, sentence: str) -> None:
     task = make(reward=f"user_rewards:{function}")
     prompt = next(p for p in [*task.prompts(0, 19), *task.eval_prompts()] if p.answer == "7")
-    with pytest.raises(ValueError, match=sentence) as caught:
-        task.rewards([prompt], [[15, 2]])
-    assert "\n" not in str(caught.value)
+    assert "\n" not in refuses(sentence, task.rewards, [prompt], [[15, 2]])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,7 @@ def test_a_reward_that_fails_names_itself_and_the_line_of_the_prompt(make: Any, 
     ],
 )
 def test_a_reward_that_cannot_be_used_is_refused_before_anything_runs(make: Any, name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        make(reward=name)
+    refuses(re.escape(sentence), make, reward=name)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +187,7 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_runs(make: Any,
     ],
 )  # fmt: skip
 def test_a_bad_file_is_one_sentence_with_the_line(make: Any, rows: list[Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence) as caught:
-        make(rows, max_prompt_tokens=8)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in refuses(sentence, make, rows, max_prompt_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -208,22 +204,18 @@ def test_a_bad_file_is_one_sentence_with_the_line(make: Any, rows: list[Any], se
     ],
 )
 def test_a_wrong_jsonl_option_is_named(make: Any, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        make(**options)
+    refuses(re.escape(sentence), make, **options)
 
 
 def test_a_file_that_is_not_text_is_named(make: Any, tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="path: .*binary.jsonl' is not UTF-8 text"):
-        make(path=str(tmp_path / "binary.jsonl"))
+    refuses("path: .*binary.jsonl' is not UTF-8 text", make, path=str(tmp_path / "binary.jsonl"))
 
 
 def test_jsonl_needs_a_tokenizer_and_has_no_demonstrations(make: Any, tmp_path: Path, rewards: str) -> None:
-    with pytest.raises(ValueError, match="the jsonl task has no demonstrations: warmup.steps must be 0"):
-        make().demonstrations(0, 1)
+    refuses("the jsonl task has no demonstrations: warmup.steps must be 0", make().demonstrations, 0, 1)
     options = JsonlOptions(path=write_jsonl(tmp_path / "train.jsonl", numbered(3)), reward=rewards)
-    with pytest.raises(ValueError, match=r"tokenizer must name a folder when model.hf_path does not"):
-        JsonlTask(options)
+    refuses(r"tokenizer must name a folder when model.hf_path does not", JsonlTask, options)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="math-verify is an extra")
@@ -239,14 +231,12 @@ def test_jsonl_needs_a_tokenizer_and_has_no_demonstrations(make: Any, tmp_path: 
 )
 def test_math_answers_are_compared_as_mathematics(response: str, answer: str, reward: float) -> None:
     assert load_reward("megatron_rc.tasks.math_answer:math_answer")("", response, answer) == reward
-    with pytest.raises(ValueError, match="is not an expression that math-verify can read"):
-        math_answer("", response, "")
+    refuses("is not an expression that math-verify can read", math_answer, "", response, "")
 
 
 def test_math_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"math-verify is not installed: .* -e '.\[math\]'"):
-        math_answer("", "1", "1")
+    refuses(r"math-verify is not installed: .* -e '.\[math\]'", math_answer, "", "1", "1")
 
 
 def test_an_own_reward_lies_beside_the_yaml_or_else_the_prompts(tmp_path: Path) -> None:

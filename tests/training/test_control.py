@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rc import Corrected, RolloutCorrection, correct
 from megatron_rc.batch import TokenBatch
-from megatron_rc.correction.correct import Corrected, correct
-from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.training.microbatches import Share
 from megatron_rc.training.step.control import controlled

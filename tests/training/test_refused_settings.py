@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from megatron_rc.jobs.describe import describe
 from megatron_rc.settings import combinations
@@ -73,8 +74,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "sentence"), REFUSED)
 def test_what_cannot_act_is_refused_by_name(text: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        check(text)
+    refuses(sentence, check, text)
 
 
 def test_the_same_settings_are_taken_where_they_act() -> None:
@@ -96,8 +96,7 @@ STARTED = [
 @pytest.mark.parametrize(("text", "start", "sentence"), STARTED)
 def test_what_cannot_act_when_a_job_starts_this_way_is_refused(text: str, start: Any, sentence: str) -> None:
     check(text)
-    with pytest.raises(ValueError, match=sentence):
-        check(text, **start)
+    refuses(sentence, check, text, **start)
 
 
 def test_every_row_of_the_combinations_is_refused_by_an_example(monkeypatch: pytest.MonkeyPatch) -> None:

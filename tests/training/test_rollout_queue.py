@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from process_groups import until
+from refusals import refuses
 from scripted_engine import ScriptedEngine
 
 from megatron_rc.engine import Sample
@@ -91,9 +93,7 @@ class Loop:
 
     def until_sampled(self, rollouts: int) -> None:
         """Wait until the engine was asked for so many rollouts; it must not be asked for more."""
-        deadline = time.monotonic() + 600
-        while len(self.engine.sampled) < rollouts and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(self.engine.sampled) >= rollouts)
         time.sleep(0.02)
         assert len(self.engine.sampled) == rollouts
 
@@ -195,11 +195,7 @@ def test_an_engine_that_ends_during_a_step_stops_it_before_its_update_and_no_sam
     if meanwhile == "it samples":
         job.engine.check, job.engine.fails = lambda: None, ValueError("the process of the rollout engine was ended")
     job.engine.may_go_on.set()
-    deadline = time.monotonic() + 600
-    with pytest.raises(ValueError, match="^the process of the rollout engine was ended"):
-        while time.monotonic() < deadline:
-            job.queue.check()
-            time.sleep(0.01)
+    refuses("^the process of the rollout engine was ended", until, job.queue.check)
     job.queue.save(tmp_path)
     resumed = loop(2, progress=job.progress, resume_from=tmp_path)
     resumed.step()

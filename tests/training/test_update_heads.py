@@ -40,21 +40,12 @@ class Case(NamedTuple):
     logits_dtype: str | None = None
 
 
-CASES = [
-    Case(),
-    Case(chunk=2),
-    Case(old="current", chunk=2),
-    Case(old="current", chunk=2, entropy=0.0),
-    Case(old="current", centering="top", chunk=2),
-    Case(old="current", centering="top", tensor=2, ranks=2),
-    Case(dtype="fp16"),
-    Case(dtype="fp16", chunk=3, logits_dtype="fp32"),
-    Case(ranks=2),
-    Case(tensor=2, ranks=2),
-    Case(pipeline=2, ranks=2),
-    # with sequence parallelism, whose ranks split the rows and those of padding
-    Case("moe", tensor=2, expert=2, ranks=2, chunk=2),
-]
+CASES = [Case(), Case(chunk=2), Case(old="current", chunk=2), Case(old="current", chunk=2, entropy=0.0)]
+CASES += [Case(old="current", centering="top", **more) for more in ({"chunk": 2}, {"tensor": 2, "ranks": 2})]
+CASES += [Case(dtype="fp16"), Case(dtype="fp16", chunk=3, logits_dtype="fp32")]
+CASES += [Case(ranks=2), Case(tensor=2, ranks=2), Case(pipeline=2, ranks=2)]
+# with sequence parallelism, whose ranks split the rows and those of padding
+CASES += [Case("moe", tensor=2, expert=2, ranks=2, chunk=2)]
 
 
 class HeadProducts(TorchDispatchMode):

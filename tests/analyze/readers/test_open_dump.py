@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
+from refusals import refuses
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose_dump, readers
@@ -40,13 +41,11 @@ def test_the_format_can_be_named_and_another_one_is_refused(host: str):
     assert rows(HOST_DUMPS / host, name) == 6
     for other in FORMATS.values():
         if other.name != name:
-            with pytest.raises(ValueError, match=f"holds no file of the format '{other.name}'"):
-                open_dump(HOST_DUMPS / host, other.name)
+            refuses(f"holds no file of the format '{other.name}'", open_dump, HOST_DUMPS / host, other.name)
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown format 'slimy'; known: parquet, jsonl, nemo-rl"):
-        open_dump(HOST_DUMPS / "slime", "slimy")
+    refuses("unknown format 'slimy'; known: parquet, jsonl, nemo-rl", open_dump, HOST_DUMPS / "slime", "slimy")
 
 
 def test_a_mixed_folder_says_what_is_read_and_what_is_not(tmp_path: Path):
@@ -73,8 +72,7 @@ def test_pages_of_earlier_analyses_are_no_unknown_files(tmp_path: Path):
 
 def test_a_folder_of_more_files_than_a_dump_has_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(readers, "MAX_FILES", 3)
-    with pytest.raises(ValueError, match="holds more than 3 files; give the folder of the dump itself"):
-        open_dump(HOST_DUMPS / "miles_tp")
+    refuses("holds more than 3 files; give the folder of the dump itself", open_dump, HOST_DUMPS / "miles_tp")
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
@@ -96,8 +94,7 @@ def test_a_dump_with_other_names_says_which_are_there_and_which_are_needed(name:
     (tmp_path / "own.jsonl").write_text(json.dumps({"reward": 1.0, name: [-1.0]}) + "\n")
     write_parquet(tmp_path / "own.parquet", [{name: row["old_logprobs"]} for row in RECORDS])
     for file, kind in (("own.jsonl", f"JSON lines with the keys {name}, reward"), ("own.parquet", f"columns {name}")):
-        with pytest.raises(ValueError, match=f"holds no dump: .*{kind}; {needed}; known formats: parquet"):
-            open_dump(tmp_path / file)
+        refuses(f"holds no dump: .*{kind}; {needed}; known formats: parquet", open_dump, tmp_path / file)
     with pytest.raises(ValueError, match=f"no file of the format 'jsonl': JSON .*{name}, reward; {needed}$"):
         open_dump(tmp_path / "own.jsonl", "jsonl")
 
@@ -109,8 +106,7 @@ def test_a_json_array_and_a_csv_say_what_to_write_instead(tmp_path: Path):
         ("own.json", "is one JSON array: write one object per line"),
         ("own.csv", "is a CSV, and log-probs are lists"),
     ):
-        with pytest.raises(ValueError, match=sentence):
-            open_dump(tmp_path / name)
+        refuses(sentence, open_dump, tmp_path / name)
 
 
 def line(**values: Any) -> bytes:
@@ -284,8 +280,7 @@ def test_branches_share_their_first_messages(tmp_path: Path):
 def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path):
     shutil.copy(TRACES / "stream/00000.jsonl", tmp_path / "x.jsonl")
     sentence = "no annotation of the trainer is there; give the folder traces as a whole or token_exports"
-    with pytest.raises(ValueError, match=sentence):
-        list(open_dump(tmp_path).chunks())
+    refuses(sentence, list, open_dump(tmp_path).chunks())
 
 
 @pytest.mark.parametrize("name", [NEMO_RL, PRIME_RL, "batch.jsonl"])

@@ -14,6 +14,7 @@ import torch
 from faulty_answers import tokens_after
 from faulty_sglang import PROBE, FaultySglang
 from faulty_weights import probe_logprobs, weights_of
+from refusals import refuses
 from sglang_clients import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
@@ -81,8 +82,7 @@ def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
 )
 def test_no_harmful_or_refused_request_is_sent(prompts: list[list[int]], params: SamplingParams, sentence: str) -> None:
     with FaultySglang() as server, sglang_engine(server.url) as engine:
-        with pytest.raises(ValueError, match=sentence):
-            engine.generate(prompts, params, n=1, seeds=range(len(prompts)))
+        refuses(sentence, engine.generate, prompts, params, n=1, seeds=range(len(prompts)))
         assert not server.asked
 
 
@@ -96,8 +96,7 @@ def test_no_harmful_or_refused_request_is_sent(prompts: list[list[int]], params:
 def test_servers_that_return_no_kept_ids_sample_without_top_k_only(info: dict[str, Any], sentence: str) -> None:
     with FaultySglang(info=info) as server, sglang_engine(server.url) as engine:
         engine.check_sampling(PARAMS)
-        with pytest.raises(ValueError, match=f"{server.url}: .*{sentence}"):
-            engine.check_sampling(SamplingParams(top_k=4))
+        refuses(f"{server.url}: .*{sentence}", engine.check_sampling, SamplingParams(top_k=4))
 
 
 def test_a_router_stands_for_its_workers_which_are_asked_directly() -> None:
@@ -204,6 +203,5 @@ def test_a_closed_engine_leaves_no_thread_and_says_that_it_is_closed() -> None:
             assert isinstance(engine, RolloutEngine)
             engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
             engine.close()
-        with pytest.raises(ValueError, match="the engine is closed"):
-            engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
+        refuses("the engine is closed", engine.generate, [[1, 2]], PARAMS, n=1, seeds=[0])
     assert set(threading.enumerate()) == before

@@ -15,6 +15,7 @@ import pytest
 from faulty_answers import logprob_of, tokens_after
 from faulty_sglang import Fault, FaultySglang
 from faulty_weights import weights_of
+from process_groups import until
 from sglang_clients import sglang_engine
 
 from megatron_rc.engine import Sample, SamplingParams
@@ -194,8 +195,7 @@ def aborting(engine: Any, server: FaultySglang, requests: int, after_s: float) -
     """A thread that aborts so many seconds after the server has had these requests."""
 
     def abort() -> None:
-        while len(server.asked) < requests:
-            time.sleep(0.01)
+        until(lambda: len(server.asked) >= requests)
         time.sleep(after_s)
         engine.abort()
 
@@ -255,10 +255,7 @@ def test_an_interrupt_leaves_no_request_and_no_thread(how: str, interruptible: N
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts_of(20), PARAMS, n=1, seeds=range(20), on_finished=on_finished)
         assert len(set(server.aborted)) == len(server.asked) - 1
-        deadline = time.monotonic() + 600
-        while server.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not server.running
+        assert until(lambda: not server.running)
     assert not [thread for thread in threading.enumerate() if "sglang" in thread.name]
 
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from process_groups import until
 from sglang_server import CLOSE, SglangServer, Truth, checkpoint_weights, shared_server
 
 from megatron_rc.engine import Sample
@@ -133,8 +134,7 @@ def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(
                 yield name, tensor
 
         with always_asking(trainer) as answers:
-            while server.call("/v1/loads?include=core")[1]["loads"][0]["num_running_reqs"] == 0:
-                time.sleep(0.01)
+            assert until(lambda: server.call("/v1/loads?include=core")[1]["loads"][0]["num_running_reqs"])
             update_servers(trainer.pool, trainer.sync, weights(), 2)
         waiting.join()
         (answer,) = held

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rc import RolloutCorrection, correct
-from megatron_rc.correction.correct import Corrected
+from megatron_rc import Corrected, RolloutCorrection, correct
 from megatron_rc.integrations.slime.settings import HOOKS, path_of
 from megatron_rc.integrations.slime.settings import naming as naming
 

@@ -1,7 +1,9 @@
-"""The Parquet reader takes every layout that Arrow has for the same column, and refuses types that it cannot have."""
+"""Parquet in every layout that Arrow has for a column, and what slime and miles knew of a sample before training."""
 
-import copy
 import re
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from host_batches import RECORDS, column, write_parquet
+import torch
+from host_batches import HOST_DUMPS, RECORDS, TRUTH, column, whole, write_parquet
+from refusals import refuses
+from typer.testing import CliRunner
 
+from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.readers import open_dump, parquet
 from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.cli import app
 
 
 def read(path: Path) -> tuple[Chunk, CorruptRows]:
@@ -29,7 +36,7 @@ def with_column(folder: Path, name: str, array: pa.Array) -> Path:
 
 
 def changed(row: int, **values: Any) -> list[dict[str, Any]]:
-    records = copy.deepcopy(RECORDS)
+    records = deepcopy(RECORDS)
     records[row].update(values)
     return records
 
@@ -86,16 +93,14 @@ def test_a_text_column_may_be_dictionary_encoded_and_cannot_steer_a_terminal(tmp
 )
 def test_a_column_of_a_wrong_type_is_refused_by_name(name: str, array: pa.Array, expected: str, tmp_path: Path):
     path = with_column(tmp_path, name, array)
-    with pytest.raises(ValueError, match=rf"step-000003\.parquet: column '{name}' {expected}"):
-        read(path)
+    refuses(rf"step-000003\.parquet: column '{name}' {expected}", read, path)
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "reward"])
 def test_a_column_that_is_there_twice_is_refused(name: str, tmp_path: Path):
     table = pa.Table.from_pylist(RECORDS)
     pq.write_table(table.append_column(name, table[name]), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=rf"column '{name}' is there 2 times"):
-        read(tmp_path)
+    refuses(rf"column '{name}' is there 2 times", read, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +155,7 @@ def test_a_row_group_beyond_the_bounds_is_refused_before_it_is_decoded(tmp_path:
     assert (tmp_path / "x.parquet").stat().st_size < 100_000
     monkeypatch.setattr(parquet, "MAX_GROUP_VALUES", 3_000_000)
     allocated = pa.total_allocated_bytes()
-    with pytest.raises(ValueError, match=r"row group 0 declares \d+ bytes and 4000000 values; at most"):
-        read(tmp_path)
+    refuses(r"row group 0 declares \d+ bytes and 4000000 values; at most", read, tmp_path)
     assert pa.total_allocated_bytes() - allocated < 1 << 20
 
 
@@ -161,3 +165,112 @@ def test_rows_keep_their_numbers_over_row_groups_and_chunks(tmp_path: Path, monk
     chunks = list(dump.chunks())
     assert len(chunks) > 2 and sum(chunk.num_sequences for chunk in chunks) == 5
     assert ", row 5: " in dump.corrupt.first[0]
+
+
+JOINED = {"group", "cached_tokens", "syncs"}
+CACHED, PROMPTS = np.array([0, 8, 3, 1, 12, 0]), np.array([5, 11, 4, 4, 13, 3])
+"""Tokens from the cache and tokens of all prompts of a response; the second and the fifth were two requests each."""
+
+
+@pytest.fixture(params=["slime", "miles"])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return shutil.copytree(HOST_DUMPS / request.param, tmp_path / request.param)
+
+
+def change(copy: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
+    file = copy / "rollout_data/3.pt"
+    saved = torch.load(file)
+    edit(saved["samples"])
+    torch.save(saved, file)
+
+
+def test_the_samples_before_training_give_their_columns(copy: Path):
+    chunk = whole(copy)
+    prompt = np.array([row["prompt_length"] for row in TRUTH])
+    np.testing.assert_allclose(chunk.sequences["cached_tokens"], CACHED * prompt / PROMPTS)
+    assert chunk.sequences["cached_tokens"][2] == CACHED[2], "with one request, the number of the server"
+    assert chunk.sequences["group"].tolist() == [row["group"] for row in TRUTH]
+    assert chunk.sequences["reward"].tolist() == [row["reward"] for row in TRUTH]
+    assert set(chunk.sequences["syncs"]) == set(chunk.tokens["version"]) == {3}
+
+
+def test_the_rule_of_a_stale_cache_runs_with_them_and_says_without_them_which_column_is_missing(copy: Path):
+    assert "RC301" not in diagnose_dump(copy).judgement.not_run
+    shutil.rmtree(copy / "rollout_data")
+    missing = diagnose_dump(copy).judgement.not_run["RC301"]
+    assert missing == (["cached_tokens"] if copy.name == "miles" else ["cached_tokens", "syncs"])
+
+
+def test_a_host_whose_server_counts_no_cached_tokens_has_no_such_column(copy: Path):
+    change(copy, lambda samples: [sample.pop("prefix_cache_info") for sample in samples[:1]])
+    assert "cached_tokens" not in whole(copy).sequences
+    nothing = {"cached_tokens": 0, "total_prompt_tokens": 0}
+    change(copy, lambda samples: [sample.update(prefix_cache_info=nothing) for sample in samples])
+    diagnosis = diagnose_dump(copy)
+    assert diagnosis.judgement.not_run["RC301"] == ["cached_tokens"] and diagnosis.evidence.has("group")
+
+
+def test_the_folder_of_train_data_alone_finds_its_neighbour(copy: Path):
+    assert whole(copy / "train_data").sequences.keys() >= JOINED
+    first = next((copy / "train_data").iterdir())
+    if copy.name == "slime":
+        assert whole(first).sequences.keys() >= JOINED
+
+
+def test_samples_of_an_evaluation_are_not_taken_for_those_of_the_rollout(copy: Path):
+    (copy / "rollout_data/3.pt").rename(copy / "rollout_data/eval_3.pt")
+    dump = open_dump(copy)
+    assert dump.ignored == ["1 file of samples before training is not read, such as eval_3.pt"]
+    assert not JOINED & join(list(dump.chunks())).sequences.keys() - {"syncs"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda samples: samples[4]["tokens"].append(1), "is not the rollout of"),
+        (lambda samples: samples[4]["tokens"].__setitem__(0, 1), "is not the rollout of"),
+        (lambda samples: samples.clear(), "is not the rollout of"),
+        (lambda samples: samples.append(None), "must hold the samples of a rollout, a list of dictionaries"),
+        (lambda samples: samples[0].update(metadata=Path("x")), "data.pkl asks for 'pathlib"),
+    ],
+)
+def test_other_samples_are_named_and_the_train_data_is_read_without_them(
+    edit: Callable[[list[dict[str, Any]]], Any], sentence: str, copy: Path
+):
+    change(copy, edit)
+    dump = open_dump(copy)
+    chunk = join(list(dump.chunks()))
+    assert chunk.num_sequences == 6 and not JOINED & chunk.sequences.keys() - {"syncs"}
+    (said,) = dump.corrupt.first
+    assert dump.corrupt.files == 1 and "rollout_data/3.pt" in said and sentence in said
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [({"format_version": 1}, "train data of format_version 2"), ({"samples": [{}]}, "no sample has 'log_probs'")],
+)
+def test_train_data_of_slime_that_cannot_be_analyzed_is_refused(part: dict[str, Any], sentence: str, tmp_path: Path):
+    torch.save(torch.load(HOST_DUMPS / "slime/train_data/3.pt") | part, tmp_path / "3.pt")
+    with pytest.raises(ValueError, match=sentence):
+        list(open_dump(tmp_path).chunks())
+
+
+def test_without_the_entropy_of_the_host_the_first_line_of_the_report_says_what_cannot_be_excluded(copy: Path):
+    def report() -> str:
+        return CliRunner().invoke(app, ["analyze", str(copy), "--no-html"], env={"COLUMNS": "200"}).output
+
+    sentence = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
+    assert sentence not in report()
+    for file in (copy / "train_data").iterdir():
+        saved = torch.load(file)
+        for part in [saved.get("rollout_data"), *saved.get("samples", [])]:
+            (part or {}).pop("entropy", None)
+        torch.save(saved, file)
+    assert report().splitlines()[0] == sentence
+
+
+def test_values_of_numpy_are_skipped_because_routes_are_of_it(copy: Path):
+    routes = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    of_numpy = {"rollout_routed_experts": routes, "metadata": {"score": np.float64(1)}}
+    change(copy, lambda samples: [sample.update(of_numpy) for sample in samples])
+    assert whole(copy).sequences.keys() >= JOINED

@@ -1,13 +1,16 @@
-"""Every rule answers to its trap and to no other, on simulated dumps, and claims no more than what it was tried on."""
+"""Every rule answers to its trap and to no other, on simulated dumps and on committed ones of real engines."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from headlines import contradictions
-from simulated_dumps import TRAPS, chunk_of, diagnosed, draw, honest, levels, log_softmax, sampled, small_honest, world
+import simulated_dumps
+from simulated_dumps import TRAPS, contradictions, diagnosed, honest, levels, log_softmax, sampled, world
 
+from diagnosis.traps import planted, server
+from diagnosis.traps.dumps import EXAMPLES, TESTS, slug
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.headline import HEADLINES, headline
 from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.rules import rc203
@@ -74,7 +77,7 @@ def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
     random = np.random.default_rng(1)
     pi = np.log(random.dirichlet(np.full(16, 0.5), size=1))
     mu = log_softmax(pi + 0.003 * random.normal(size=(1, 16)))
-    ids = draw(random, np.repeat(mu, 6000, axis=0))
+    ids = simulated_dumps.draw(random, np.repeat(mu, 6000, axis=0))
     chunk = Chunk(pi[0, ids], mu[0, ids], np.arange(601) * 10, {"entropy": np.full(6000, -(np.exp(pi) * pi).sum())})
     assert [*levels(diagnosed(chunk))] == ["RC501"]
 
@@ -118,21 +121,24 @@ def test_shifted_experts_without_their_column_are_numerics_and_the_text_names_th
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_no_size_of_noise_is_called_a_bug_or_a_suspect(noise: float) -> None:
     """l holds the noise of log mu, and explains itself by regression: by a fifth of its variance at 0.5."""
-    found = diagnosed(small_honest(1, sequences=300, noise=noise))
+    found = diagnosed(simulated_dumps.small_honest(1, sequences=300, noise=noise))
     assert levels(found) == {"RC501": Level.NUMERICS}
     assert headline(found).startswith("CANNOT TELL") and "--model-kind" in found.verdicts[0].sentence
-    assert headline(diagnosed(small_honest(1, sequences=300, noise=noise), known=Known(kind="moe"))) == NUMERICS
+    assert (
+        headline(diagnosed(simulated_dumps.small_honest(1, sequences=300, noise=noise), known=Known(kind="moe")))
+        == NUMERICS
+    )
 
 
 def test_a_floor_of_the_users_own_is_what_the_gap_is_compared_with() -> None:
-    chunk = small_honest(1, sequences=300, noise=0.5)
+    chunk = simulated_dumps.small_honest(1, sequences=300, noise=0.5)
     assert "above three times the measured floor" in diagnosed(chunk, known=Known(floor=0.1)).verdicts[0].sentence
     for known in (Known(floor=0.5), Known("int4", floor=0.1), Known("int8", floor=0.3)):
         assert headline(diagnosed(chunk, known=known)) == NUMERICS and not known.fine
 
 
 def test_a_floor_of_zero_counts_as_the_rounding_of_fp32_and_leaves_experts_and_a_precision_what_is_usual() -> None:
-    exact, bf16 = (small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
+    exact, bf16 = (simulated_dumps.small_honest(1, sequences=300, noise=noise) for noise in (3e-4, 0.06))
     assert "(--precision allows" in diagnosed(bf16, known=Known(floor=0)).verdicts[0].sentence
     for chunk, known in ((exact, Known()), (bf16, Known("bf16")), (bf16, Known(kind="moe"))):
         assert headline(diagnosed(chunk, known=replace(known, floor=0.0))) == NUMERICS
@@ -157,7 +163,9 @@ def test_noise_of_logits_is_compared_before_the_division_by_the_temperature() ->
     divided = temperature[w.sequence][:, None]
     log_mu = log_softmax(w.noisy / divided)
     server = np.array(["cold", "warm"])[np.arange(96) % 2]
-    chunk = chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server)
+    chunk = simulated_dumps.chunk_of(
+        w, simulated_dumps.draw(w.random, log_mu), log_softmax(w.logits / divided), log_mu, server=server
+    )
     known = replace(chunk, sequences={**chunk.sequences, "temperature": temperature})
     cold = server[w.sequence] == "cold"
     assert diagnosed(known).evidence.noise.contrast(cold, ~cold).ratio == pytest.approx(1, abs=0.05)
@@ -190,3 +198,37 @@ def test_weights_that_are_updated_in_flight_are_no_other_prompt() -> None:
     assert levels(diagnosed(sampled(w, moved, **versions))) == {"RC502": Level.LAG}
     unlabelled = diagnosed(sampled(world(1, sequences=96), moved))
     assert levels(unlabelled) == {"RC205": Level.BUG}
+
+
+WRONG_TENSOR = ("wrong-conversion-of-one-tensor", "server-wrong-conversion")
+"""Size alone accuses nobody."""
+EXPECTED = {slug(name): {trap.answer: Level(trap.level)} for name, trap in (planted.TRAPS | server.TRAPS).items()}
+EXPECTED["expert-flips"]["RC501"] = Level.NUMERICS
+# 0.5 % of the probability: a top-k would take as much
+EXPECTED["padded-vocabulary"] = {"RC102": Level.BUG}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) -> None:
+    found = diagnose_dump(TESTS / f"{name}.parquet")
+    assert levels(found) == EXPECTED[name]
+    assert contradictions(found) == []
+
+
+@pytest.mark.parametrize("name", WRONG_TENSOR)
+def test_the_size_of_a_gap_is_doubted_until_the_precision_is_known(name: str) -> None:
+    found = diagnose_dump(TESTS / f"{name}.parquet")
+    assert headline(found).startswith("CANNOT TELL") and "--precision" in found.verdicts[0].sentence
+    bf16, int8 = (diagnose_dump(TESTS / f"{name}.parquet", known=Known(kind)) for kind in ("bf16", "int8"))
+    assert "above what bf16 usually gives" in bf16.verdicts[-1].sentence
+    assert headline(int8) == HEADLINES[Level.NUMERICS]
+
+
+def test_every_committed_dump_is_judged_here() -> None:
+    assert {file.stem for file in TESTS.glob("*.parquet")} == EXPECTED.keys()
+
+
+def test_the_committed_dumps_stay_small() -> None:
+    examples = list(EXAMPLES.glob("*.parquet"))
+    assert len(examples) == 2 and all(file.stat().st_size <= 200_000 for file in examples)
+    assert sum(file.stat().st_size for file in TESTS.glob("*.parquet")) <= 3_000_000

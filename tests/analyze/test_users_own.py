@@ -1,4 +1,4 @@
-"""An accepted finding decides nothing, but the report still shows it, and it counts again after its last day."""
+"""What users add: findings that they accept until a day, and checks that count beside copies without structure."""
 
 import datetime
 import json
@@ -6,18 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulated_dumps import TRAPS, diagnosed, world
+from refusals import refuses, run
+from simulated_dumps import TRAPS, diagnosed, world, write_dump
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import conditions, output, terminal
 from megatron_rc.analyze.accepted import FOR_GOOD, Accepted, read_accepted
 from megatron_rc.analyze.commands import DEMO
 from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.known import Known
+from megatron_rc.analyze.own_rule import COPIES, outcome, read_check
 from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.rules import judge
 from megatron_rc.analyze.rules.rule import DOUBTS
 from megatron_rc.cli import app
+from megatron_rc.exit_status import ExitStatus
 
 TODAY = datetime.date.today()
 SICK = str(DEMO / "sick.parquet")
@@ -85,9 +89,7 @@ def test_the_command_reads_the_file_of_the_folder_or_the_named_one(
 )
 def test_a_file_that_does_not_say_enough_is_refused_by_its_name(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "accepted.toml").write_text(text)
-    with pytest.raises(ValueError, match=sentence) as refused:
-        read_accepted(tmp_path / "accepted.toml")
-    assert str(tmp_path) in str(refused.value)
+    assert str(tmp_path) in refuses(sentence, read_accepted, tmp_path / "accepted.toml")
 
 
 def test_an_unknown_code_is_refused_before_the_dump_is_read(tmp_path: Path) -> None:
@@ -114,3 +116,75 @@ def test_what_an_earlier_report_found_does_not_count_and_hides_what_it_hid(tmp_p
 def test_a_bug_behind_that_of_the_baseline_counts_once_that_is_mended(stale: Diagnosis) -> None:
     baseline = Known(accepted=(Accepted("RC102", "it is in earlier.json", FOR_GOOD),))
     assert [v.code for v in judge(replace(stale.evidence, known=baseline)).verdicts if v.level in DOUBTS] == ["RC303"]
+
+
+LOUD = """
+def check(evidence):
+    found, _ = evidence.noise.loudest(evidence.sample.per_token("server"))
+    return f"a server has {found.ratio:.0f} times the noise of the others" if found.above(1.5, 4) else None
+"""
+
+
+@pytest.fixture(scope="module")
+def stale_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of four servers has old weights."""
+    folder = tmp_path_factory.mktemp("stale")
+    return write_dump(TRAPS["one stale_dump server"][1](world(1, sequences=24)), folder / "dump.parquet")
+
+
+def test_a_check_that_sees_structure_fails_the_command_and_says_how_often_chance_shows_it(
+    stale_dump: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "servers.py").write_text(LOUD)
+    command = ("analyze", stale_dump, "--no-html", "--rule", tmp_path / "servers.py")
+    ended = run(*command)
+    said = " ".join(ended.stdout.split())
+    assert ended.status == ExitStatus.WRONG and "times the noise of the others" in said, ended
+    assert f"finds something in 0 of {COPIES} copies" in said
+    shared = run(*command, "--share", "--require-format", "junit")
+    assert shared.status == ExitStatus.WRONG and "times the noise" not in shared.stdout and "<failure" in shared.stdout
+
+
+def test_a_check_that_fires_without_structure_does_not_count() -> None:
+    evidence = diagnosed(TRAPS["one stale_dump server"][1](world(1, sequences=8))).evidence
+    seen: list[Evidence] = []
+
+    def large(found: Evidence) -> str:
+        seen.append(found)
+        return "the gap is large"
+
+    said = outcome("large", large, evidence)
+    assert said.holds and f"not counted, because it also finds something in {COPIES} of {COPIES}" in said.sentence
+    null = seen[-1]
+    assert null.columns == evidence.columns and null.whole.k3 == pytest.approx(evidence.whole.k3, rel=0.2)
+    assert evidence.noise.loudest(evidence.sample.per_token("server"))[0].ratio > 3
+    assert null.noise.loudest(null.sample.per_token("server"))[0].ratio < 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def check(evidence", "ended with SyntaxError"),
+        ("import absent_module", "ended with ModuleNotFoundError"),
+        ("raise SystemExit", "ended with SystemExit"),
+        ("rule = 1", "has no function check(evidence)"),
+        ("def check(evidence): return evidence.speed", "check of {file} ended with AttributeError"),
+        ("def check(evidence): return True", "must return a sentence or None, got bool"),
+    ],
+)
+def test_a_check_that_is_none_is_one_sentence(text: str, sentence: str, stale_dump: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(text)
+    ended = run("analyze", stale_dump, "--no-html", "--json", "--rule", file)
+    assert ended.status == 2 and sentence.format(file=file.name) in ended.stderr and ended.stderr.count("\n") == 1, (
+        ended
+    )
+
+
+def test_the_example_of_the_documents_finds_the_noisy_finish_reason(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/analyze.md").read_text().partition("## A rule of your own")[2]
+    (tmp_path / "example.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    check = read_check(tmp_path / "example.py")
+    chunk = TRAPS["one stale_dump server"][1](world(1, sequences=8))
+    assert check(diagnosed(chunk).evidence) is None
+    named = replace(chunk, sequences={"finish_reason": chunk.sequences["server"]})
+    assert "one finish reason has" in (check(diagnosed(named).evidence) or "")
