@@ -129,7 +129,7 @@ def check(evidence):
 def stale_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of four servers has old weights."""
     folder = tmp_path_factory.mktemp("stale")
-    return write_dump(TRAPS["one stale_dump server"][1](world(1, sequences=24)), folder / "dump.parquet")
+    return write_dump(TRAPS["one stale server"][1](world(1, sequences=24)), folder / "dump.parquet")
 
 
 def test_a_check_that_sees_structure_fails_the_command_and_says_how_often_chance_shows_it(
@@ -146,7 +146,7 @@ def test_a_check_that_sees_structure_fails_the_command_and_says_how_often_chance
 
 
 def test_a_check_that_fires_without_structure_does_not_count() -> None:
-    evidence = diagnosed(TRAPS["one stale_dump server"][1](world(1, sequences=8))).evidence
+    evidence = diagnosed(TRAPS["one stale server"][1](world(1, sequences=8))).evidence
     seen: list[Evidence] = []
 
     def large(found: Evidence) -> str:
@@ -184,7 +184,7 @@ def test_the_example_of_the_documents_finds_the_noisy_finish_reason(tmp_path: Pa
     page = (Path(__file__).parents[2] / "docs/analyze.md").read_text().partition("## A rule of your own")[2]
     (tmp_path / "example.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     check = read_check(tmp_path / "example.py")
-    chunk = TRAPS["one stale_dump server"][1](world(1, sequences=8))
+    chunk = TRAPS["one stale server"][1](world(1, sequences=8))
     assert check(diagnosed(chunk).evidence) is None
     named = replace(chunk, sequences={"finish_reason": chunk.sequences["server"]})
     assert "one finish reason has" in (check(diagnosed(named).evidence) or "")
