@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from simulated_dumps import contradictions
 
 from diagnosis import real_dumps
+from diagnosis.traps.dumps import read, with_columns
 from megatron_rc.analyze import report_text
+from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.headline import HEADLINES, headline
+from megatron_rc.analyze.known import Known
+from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
 
 SAMPLED, INJECTED = (real_dumps.files(folder) for folder in ("sampled", "real"))
-STALE = {"fresh-label-lag-8", "growing-lag-unlabelled", "logged-bias", "sync-failing", "system-missing",
-         "unlabelled-lag-8"}  # fmt: skip
+STALE = {"fresh-label-lag-8", "growing-lag-unlabelled", "logged-bias", "sync-failing", "unlabelled-lag-8"}  # fmt: skip
 """Gaps that rounding to 16 bits cannot make, and that 8 or 4 bits could."""
 
 
@@ -43,6 +47,18 @@ def test_a_known_precision_lets_structure_be_suspected_and_no_healthy_dump(name:
         assert suspected == (name in STALE), file.stem
         if name.startswith("healthy"):
             assert not real_dumps.accusing(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "suspected"), [("system-missing", 1.0, True), ("healthy-t0.3", 0.3, False)]
+)
+def test_noise_is_evidence_where_the_dump_says_what_divided_the_logits(
+    name: str, temperature: float, suspected: bool
+) -> None:
+    for file in SAMPLED[name]:
+        told = with_columns(read(file), temperature=np.full(read(file).num_sequences, temperature))
+        found = diagnosis_of([told], name, "arrays", CorruptRows(), known=Known("bf16"))
+        assert [str(verdict.code) for verdict in real_dumps.accusing(found)] == ["RC307"] * suspected
 
 
 def test_a_labelled_lag_is_staleness_whatever_its_size() -> None:

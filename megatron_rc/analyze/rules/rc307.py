@@ -21,10 +21,15 @@ def check(evidence: Evidence) -> Verdict | None:
     noise, found, known = evidence.noise, evidence.persistence, evidence.known
     if found.share < LEAST_ERRORS * found.error:
         return None
+    # the noise of logits is known up to the temperature that divided them
+    usual = known.usual if evidence.has("temperature") else None
     signs = [
-        (found.share >= PERSISTENCE, f"ids err alike in different prompts ({found.share:.0%} of the variance)"),
+        (
+            found.share - found.error >= PERSISTENCE,
+            f"ids err alike in different prompts ({found.share:.0%} of the variance)",
+        ),
         (noise.spread >= SPREAD, f"few logits are far off (spread {noise.spread:.1f})"),
-        (known.usual is not None and noise.typical > known.usual, f"every logit is off by {noise.typical:.2f}"),
+        (usual is not None and noise.typical > usual, f"every logit is off by {noise.typical:.2f}"),
     ]
     seen = [text for holds, text in signs if holds]
     certain = found.share >= CERTAIN_PERSISTENCE and noise.spread >= SPREAD
