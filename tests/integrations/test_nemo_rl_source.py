@@ -4,6 +4,7 @@ import ast
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,27 +36,20 @@ def weighted(name: str, data: dict[str, Any]) -> dict[str, Any]:
     return given[0]
 
 
-def corrected(power: int, **names: Any) -> list[Any]:
-    """What the host's Policy.train is called with: once, by a loss of the advantages to this power."""
-    calls: list[Any] = []
+def corrected(power: int, reads: str = "advantages") -> int:
+    """How often the host's Policy.train is called, of twice, for a loss of the advantages to this power."""
+    train = Mock(side_effect=lambda *_: {"all_mb_metrics": {}})
 
     def loss(logprobs: Tensor, data: dict[str, Any], sequences: Tensor, tokens: Tensor) -> Any:
-        losses = (0.1 - data[names.get("reads", "advantages")] ** power)[:, 1:] * logprobs
+        losses = (0.1 - data[reads] ** power)[:, 1:] * logprobs
         return (losses * data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum() / tokens, {}
 
     loss.use_importance_sampling_correction = False  # type: ignore[attr-defined]
 
-    def train(*given: Any) -> dict[str, Any]:
-        calls.append(given)
-        return {"all_mb_metrics": {}}
-
     session = prepare(cases.correction("tis"), None)
-    try:
-        for _ in range(2):
-            driver.corrected_train(train, session, None, cases.rollout()[0], loss)
-    finally:
-        assert session.compared
-    return calls
+    for _ in range(2):
+        driver.corrected_train(train, session, None, cases.rollout()[0], loss)
+    return train.call_count
 
 
 def test_a_loss_that_is_not_proportional_to_its_advantages_is_refused_before_the_first_update(
@@ -63,8 +57,8 @@ def test_a_loss_that_is_not_proportional_to_its_advantages_is_refused_before_the
 ) -> None:
     with pytest.raises(ValueError, match="function, is not proportional to its advantages, .* nothing was updated"):
         corrected(power=2)
-    assert len(corrected(power=1)) == 2 and not caplog.text
-    assert len(corrected(power=1, reads="scores")) == 2 and "could not be compared on a first batch" in caplog.text
+    assert corrected(power=1) == 2 and not caplog.text
+    assert corrected(power=1, reads="scores") == 2 and "could not be compared on a first batch" in caplog.text
 
 
 @real
