@@ -80,7 +80,7 @@ def pooled(chunks: list[Chunk]) -> Chunk:
 
 
 def cut(chunk: Chunk, tokens: int, seed: int) -> Chunk | None:
-    """Whole prompt groups with about so many loss tokens; None where there are too few."""
+    """Whole prompt groups that hold about ``tokens`` loss tokens; None where the dump holds too few."""
     groups = chunk.sequences.get("group", np.arange(chunk.num_sequences))
     names, inverse = np.unique(groups, return_inverse=True)
     counts = np.bincount(chunk.sequence_of, chunk.tokens.get("loss_mask"), minlength=chunk.num_sequences)
@@ -119,11 +119,8 @@ def row_of(model: str, kind: str, wanted: str, tokens: int, chunks: list[Chunk])
             answers["wrong"] += 1
             print(model, kind, tokens, seed, [str(v.code) for v in accused], file=sys.stderr, flush=True)
     dumps = answers["right"] + answers["silent"] + answers["wrong"]
-    return (
-        Row(model, kind, wanted, tokens, dumps, *(answers[k] for k in ("right", "silent", "promised")))
-        if dumps
-        else None
-    )
+    counts = (answers[k] for k in ("right", "silent", "promised"))
+    return Row(model, kind, wanted, tokens, dumps, *counts) if dumps else None
 
 
 def rows(traps: Path, sampled: Path) -> Iterator[Row]:
@@ -160,18 +157,15 @@ def totals(all_rows: list[Row]) -> str:
         hidden = [row for row in here if row.wanted == NOBODY and row not in benign]
         count = {name: sum(getattr(row, name) for row in faulty) for name in ("dumps", "right", "silent", "promised")}
         others = count["dumps"] - count["right"] - count["silent"]
+        accused = (f"{sum(r.dumps - r.right for r in rs)} of {sum(r.dumps for r in rs)}" for rs in (benign, hidden))
         kinds = sum(2 * row.right > row.dumps for row in here)
         lines.append(
-            (f"{size:,}", *map(_accused, (benign, hidden)), f"{count['right']} of {count['dumps']}",
+            (f"{size:,}", *accused, f"{count['right']} of {count['dumps']}",
              str(count["silent"]), str(count["promised"]), str(others), f"{kinds} of {len(here)}")
         )  # fmt: skip
     head = ("tokens", "healthy: accused", "hidden: accused", "faults: found", "nothing said", "though promised",
             "another cause", "kinds right in most seeds")  # fmt: skip
     return table(head, lines)
-
-
-def _accused(quiet: list[Row]) -> str:
-    return f"{sum(row.dumps - row.right for row in quiet)} of {sum(row.dumps for row in quiet)}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The answer to "is it a bug or is it numerics?": evidence, verdicts, and what was not judged."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +40,8 @@ class Diagnosis:
     corrupt: CorruptRows
     ignored: list[str]
     """One sentence for each kind of file at the path that was not read."""
+    only: tuple[str, ...] = ()
+    """COLUMN=VALUE of the responses that were judged; empty where all were."""
 
     def __str__(self) -> str:
         """The report that `megatron-rc analyze` prints."""
@@ -178,10 +180,9 @@ def diagnose_dump(
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
-    source = " ".join([str(path), *(f"{column}={value}" for column, value in only.items())])
-    return diagnosis_of(
+    found = diagnosis_of(
         part_of(dump.chunks(progress), only) if only else dump.chunks(progress),
-        source,
+        str(path),
         dump.format,
         dump.corrupt,
         ignored=dump.ignored,
@@ -190,6 +191,7 @@ def diagnose_dump(
         ignore=ignore,
         known=known,
     )
+    return replace(found, only=tuple(f"{column}={value}" for column, value in only.items()))
 
 
 def diagnosis_of(

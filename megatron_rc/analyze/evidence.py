@@ -1,5 +1,6 @@
 """Everything that is measured on a dump, in one pass over its sequences: what the rules and the pages read."""
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from megatron_rc.analyze.statistics.draws import DrawSums, Outside
 from megatron_rc.analyze.statistics.factors import FACTORS
 from megatron_rc.analyze.statistics.growth import Growth, GrowthSums
 from megatron_rc.analyze.statistics.honesty import Honesty, honesty
-from megatron_rc.analyze.statistics.noise import Noise
+from megatron_rc.analyze.statistics.noise import MOST_PARTS, Noise
 from megatron_rc.analyze.statistics.outcome_filter import OutcomeFilter, OutcomeSums
 from megatron_rc.analyze.statistics.profile import Permutations, Profile, ProfileSums
 from megatron_rc.analyze.statistics.reservoir import Reservoir
@@ -33,8 +34,8 @@ PLACES = 5
 HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
 """nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
 
-PARTS = ("step", "server", "task", "temperature")
-"""Columns by whose values the honesty tests are also run."""
+PARTS = {"step": math.inf, "server": math.inf, "task": MOST_PARTS, "temperature": MOST_PARTS}
+"""Columns by whose values the honesty tests are also run, if they have at most so many."""
 
 _DAMAGE = {
     "nan": "NaN log-probs",
@@ -58,7 +59,7 @@ class Evidence:
     sums: Sums
     whole: Honesty
     parts: dict[str, dict[Any, Honesty]]
-    """By each column of `PARTS` and its value; empty without the column."""
+    """By each column of `PARTS` and its value; empty without the column, and where it has too many values."""
     steps: tuple[Step, ...]
     """Rising; empty without the column step."""
     k3_by_server_and_step: dict[tuple[str, int], float]
@@ -233,7 +234,7 @@ class Gathering:
             sums=sums,
             whole=whole,
             parts={
-                column: {key: honesty(s, f"{column} {key}") for key, s in keyed.items() if s.tokens}
+                column: {key: honesty(s, f"{column} {key}") for key, s in keyed.items(PARTS[column]) if s.tokens}
                 for column, keyed in self._parts.items()
             },
             steps=self._course.steps(),

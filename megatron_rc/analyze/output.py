@@ -34,6 +34,7 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
     return {
         "schema_version": SCHEMA_VERSION,
         "source": "" if share else diagnosis.source,
+        "only": [] if share else diagnosis.only,
         "format": diagnosis.format,
         "level": diagnosis.level,
         "headline": headline(diagnosis),

@@ -160,8 +160,8 @@ def _grids(evidence: Evidence) -> list[tuple[str, str]]:
 def _mixture(evidence: Evidence) -> str:
     """That the dump holds several tasks or temperatures, and how far apart they are; empty if it does not."""
     parts = {column: [panel.k3 for panel in evidence.parts[column].values()] for column in ("task", "temperature")}
-    said = [f"{len(k3)} {column}s, k3 {min(k3):.1e} to {max(k3):.1e}" for column, k3 in parts.items() if len(k3) > 1]
-    return f"{'; '.join(said)}; --only {said[0].split()[1].rstrip('s,')}=VALUE judges one alone" if said else ""
+    said = {name: f"{len(k3)} {name}s, k3 {min(k3):.1e} to {max(k3):.1e}" for name, k3 in parts.items() if len(k3) > 1}
+    return f"{'; '.join(said.values())}; --only {next(iter(said))}=VALUE judges one alone" if said else ""
 
 
 def _one_token(evidence: Evidence) -> str:

@@ -70,7 +70,7 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
     """
     if diagnosis.hidden_sampling_possible:
         console.print(f"[yellow]{report_text.NO_ENTROPY}[/]")
-    source = "A rollout dump" if share else diagnosis.source
+    source = "A rollout dump" if share else " ".join([diagnosis.source, *diagnosis.only])
     console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {report_text.size(diagnosis.evidence)}")
     console.print(f"[{STYLES[diagnosis.level]}]{headline(diagnosis)}[/]")
     if filtered := diagnosis.evidence.outcome_filter.sentence:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import Ended, run
+from refusals import run
 from simulated_dumps import diagnosed, hidden_temperature, honest, levels, noisier, world, write_dump
 
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.pages.html import framed
 from megatron_rc.analyze.report_text import sentence, size_lines
 from megatron_rc.analyze.rules.rule import Level
 
@@ -61,10 +62,6 @@ def test_a_server_of_a_noisier_task_is_not_accused() -> None:
     assert "RC303" in levels(diagnosed(unnamed)) and "RC303" not in levels(diagnosed(named))
 
 
-def analyzed(file: Path, *options: str) -> Ended:
-    return run("analyze", "--no-html", file, *options)
-
-
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
@@ -77,11 +74,25 @@ def analyzed(file: Path, *options: str) -> Ended:
 )
 def test_a_part_that_is_not_there_is_one_sentence(option: str, reason: str, mixed: Chunk, tmp_path: Path) -> None:
     file = write_dump(mixed, tmp_path / "dump.parquet")
-    assert (ended := analyzed(file, "--only", option)).is_refusal(reason), ended
+    assert (ended := run("analyze", "--no-html", file, "--only", option)).is_refusal(reason), ended
+
+
+def test_a_page_names_the_part_that_it_judges_and_no_folder(mixed: Chunk, tmp_path: Path) -> None:
+    sources = np.where(mixed.sequences["task"] == "code", "openai/code", "openai/math")
+    file = write_dump(replace(mixed, sequences={**mixed.sequences, "task": sources}), tmp_path / "dump.parquet")
+    page = framed(diagnose_dump(file, only={"task": "openai/code"}))
+    assert ".../dump.parquet task=openai/code" in page and str(tmp_path) not in page
+
+
+def test_a_column_with_a_task_for_each_prompt_tells_no_tasks_apart(mixed: Chunk) -> None:
+    for tasks, told in ((20, 20), (21, 0)):
+        names = np.char.add("task ", (np.arange(mixed.num_sequences) % tasks).astype(str))
+        evidence = diagnosed(replace(mixed, sequences={**mixed.sequences, "task": names})).evidence
+        assert len(evidence.parts["task"]) == told and ("mixed" in dict(size_lines(evidence))) == bool(told)
 
 
 def test_names_of_tasks_are_not_shared(mixed: Chunk, tmp_path: Path) -> None:
     file = write_dump(mixed, tmp_path / "dump.parquet")
-    shown, shared = (analyzed(file, *share, "--json").stdout for share in ((), ("--share",)))
+    shown, shared = (run("analyze", "--no-html", file, *share, "--json").stdout for share in ((), ("--share",)))
     assert list(json.loads(shown)["by_task"]) == ["code", "math"]
     assert list(json.loads(shared)["by_task"]) == ["task 0", "task 1"] and "math" not in shared

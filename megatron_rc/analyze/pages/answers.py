@@ -26,10 +26,15 @@ FIX_TITLES = {
 METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "drift", "")
 
 
+def name_of(diagnosis: Diagnosis) -> str:
+    """What was judged, without folders of this machine."""
+    return " ".join([without_folder(diagnosis.source), *diagnosis.only])
+
+
 def header(diagnosis: Diagnosis, share: bool) -> str:
     """The answer as heading, what to do, warnings that limit what the page can say, and the size of the dump."""
     evidence, advice = diagnosis.evidence, diagnosis.recommendation
-    name = "A rollout dump" if share else without_folder(diagnosis.source)
+    name = "A rollout dump" if share else name_of(diagnosis)
     warning = f'<p class="warning">{report_text.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
     filtered = evidence.outcome_filter.sentence
     warning += f'<p class="warning">{escape(filtered)}</p>' if filtered else ""

@@ -11,7 +11,7 @@ from megatron_rc.analyze.pages import answers, bounds, by_bin, confidence, seque
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
 from megatron_rc.analyze.token_text import Decode
-from megatron_rc.drawing.frame import SCRIPT, document, without_folder
+from megatron_rc.drawing.frame import SCRIPT, document
 from megatron_rc.versions import installed_version
 
 _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
@@ -93,7 +93,7 @@ def page(
     ]
     told = [answers.verdicts(diagnosis, share), answers.honesty(evidence, share), answers.gap(evidence)]
     return document(
-        "Rollout analysis" if share else f"{without_folder(diagnosis.source)}: rollout analysis",
+        "Rollout analysis" if share else f"{answers.name_of(diagnosis)}: rollout analysis",
         f'{answers.header(diagnosis, share)}<section class="stack">{"".join(told)}</section>'
         f'<section class="panels">{"".join(charts)}</section>'
         f'<section class="stack">{"".join(tables)}</section>{footer}',

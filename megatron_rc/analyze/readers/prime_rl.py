@@ -9,9 +9,9 @@ from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import FLAGS, IDS, NUMBERS, read_rows
 
-LOG_PI, LOG_MU, MASK, TASK = "trainer_logprobs", "inference_logprobs", "loss_mask", "env_name"
+LOG_PI, LOG_MU, MASK = "trainer_logprobs", "inference_logprobs", "loss_mask"
 TOKENS = {"entropy": "entropy", "advantage": "advantages"}
-SEQUENCE = {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx"}
+SEQUENCE = {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx", "task": "env_name"}
 """Columns of tokens and of sequences by their name here, with the name in the file."""
 
 SCHEMA = {
@@ -19,7 +19,7 @@ SCHEMA = {
     MASK: FLAGS,
     "token_ids": IDS,
     **{name: pa.int64() for name in SEQUENCE.values()},
-    TASK: pa.string(),
+    SEQUENCE["task"]: pa.string(),
 }
 
 
@@ -38,8 +38,7 @@ def row_of(record: dict[str, Any]) -> rows.Row:
         # null means a weight of 1 for every token
         mask = mask & (weights != 0) if weights.size == mask.size else mask
     span = rows.trained_span(mask)
-    keys = SEQUENCE | {"task": TASK}
-    known = {name: record[key] for name, key in keys.items() if record.get(key) is not None}
+    known = {name: record[key] for name, key in SEQUENCE.items() if record.get(key) is not None}
     tokens = {name: values[span] for name, values in {**columns, "loss_mask": mask}.items()}
     return rows.Row(log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **known})
 

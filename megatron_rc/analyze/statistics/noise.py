@@ -22,8 +22,8 @@ EDGES = np.array([0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]
 """Edges of the ranges of p, within which tokens are compared."""
 FEWEST = 100
 """Unsure tokens that each side of a comparison needs, and that the noise at the typical token needs."""
-MOST_TASKS = 20
-"""Tasks that are told apart: tokens of more of them would be compared with too few others."""
+MOST_PARTS = 20
+"""Most values of a column such as task that are told apart. With more, too few tokens would remain for each of them."""
 NORMAL_MEDIAN = NormalDist().inv_cdf(0.75)
 """Median of |x| of a standard normal law."""
 
@@ -136,7 +136,7 @@ def _compared(chunk: Chunk, p: Floats) -> Integers:
     known = [temperatures(chunk)]
     if chunk.has("version") and chunk.has("trainer_version"):
         known.append(chunk.per_token("trainer_version") - chunk.per_token("version"))
-    if chunk.has("task") and len(np.unique(chunk.sequences["task"])) <= MOST_TASKS:
+    if chunk.has("task") and len(np.unique(chunk.sequences["task"])) <= MOST_PARTS:
         known.append(chunk.per_token("task"))
     for values in known:
         cell = cell + (int(cell.max(initial=0)) + 1) * np.unique(values, return_inverse=True)[1].reshape(-1)

@@ -123,9 +123,9 @@ class KeyedSums:
             row[len(_SUMMED) :] = top[len(_SUMMED) :]
             self._rows[name] = merged(self._rows[name], row) if name in self._rows else row
 
-    def items(self) -> Iterator[tuple[Any, Sums]]:
-        """Sums by value of the column, in the order of the values."""
-        for name in sorted(self._rows, key=lambda value: (str(type(value)), value)):
+    def items(self, most: float = math.inf) -> Iterator[tuple[Any, Sums]]:
+        """Sums by value of the column, in the order of the values; none where there are more than ``most``."""
+        for name in sorted(self._rows if len(self._rows) <= most else (), key=lambda value: (str(type(value)), value)):
             yield name, Sums(self._rows[name])
 
 
