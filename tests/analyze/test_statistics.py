@@ -3,14 +3,18 @@
 import math
 import tracemalloc
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 from simulated_dumps import diagnosed, evidence_of, one_stale_server, small_honest, world
 
-from megatron_rc.analyze import atlas, diagnose, terminal
+from megatron_rc.analyze import atlas, diagnose, evidence, terminal
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
+from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.headline import COHERENT, LARGE_K3, OFFSET, headline
+from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import judge
 from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.analyze.statistics import displacement, growth
@@ -109,6 +113,21 @@ def test_the_sample_holds_tokens_whatever_empty_sequences_come_first() -> None:
     log_mu = np.full(MAX_TOKENS + 1, -1.0)
     offsets = np.array([0, 0, 0, 0, 0, 0, 0, 0, log_mu.size])
     assert evidence_of(Chunk(log_mu - 0.01, log_mu, offsets)).sample.lengths.tolist() == [log_mu.size]
+
+
+def test_memory_does_not_grow_with_the_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "Reservoir", partial(Reservoir, 5_000))
+    held = []
+
+    def chunks() -> Iterator[Chunk]:
+        for step in range(30):
+            yield small_honest(step, sequences=40, length=200)
+            held.append(tracemalloc.get_traced_memory()[0])
+
+    tracemalloc.start()
+    diagnosis_of(chunks(), "a dump", "arrays", CorruptRows())
+    tracemalloc.stop()
+    assert held[-1] - held[9] < 20 * 8_000 * 8, "less than one column of what came since"
 
 
 def test_growth_takes_no_token_and_responses_beyond_its_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
