@@ -4,7 +4,6 @@
     python benchmarks/real/sums.py runs/real/gap-cuda     # and of a GPU, gap_cuda.json
     python benchmarks/real/sums.py runs/real/sglang       # metrics of a run, run_sglang.csv
     python benchmarks/real/sums.py runs/real/runs         # the ends of the runs of runs.yaml, runs.csv
-    python benchmarks/real/sums.py runs/a runs/b          # how many metrics of two runs differ, times aside
 
 l = log pi - log mu of a loss token that mu drew, p = pi of it, and eps = logit pi - logit mu:
 
@@ -177,20 +176,7 @@ def of_runs(folder: Path) -> str:
     return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 
-def compared(one: Path, other: Path) -> str:
-    """How many metrics of the steps of two runs differ in a bit or are missing; those of time and throughput aside."""
-    ours, theirs = (
-        {(row["phase"], row["step"], name): value for row in read_metrics(folder) for name, value in row.items()}
-        for folder in (one, other)
-    )
-    kept = [key for key in ours | theirs if not key[2].startswith(("time/", "tokens", "memory"))]
-    return f"{sum(ours.get(key) != theirs.get(key) for key in kept)} of {len(kept):,} metrics differ"
-
-
-def main(folder: Path, other: Path | None = None) -> None:
-    if other is not None:
-        print(compared(folder, other))
-        return
+def main(folder: Path) -> None:
     if (folder / "metrics.jsonl").is_file():
         replace_text(RESULTS / f"run_{folder.name}.csv", of_run(folder))
         return
@@ -221,4 +207,4 @@ def main(folder: Path, other: Path | None = None) -> None:
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
-    main(*map(Path, sys.argv[1:3]))
+    main(Path(sys.argv[1]))

@@ -9,7 +9,7 @@ import pytest
 from megatron_rc.files import read_csv
 from real import atlas, page
 from real.prompts import KINDS, TOPICS, rows
-from real.sums import RESULTS, Response, compared, figures, interval, row_of
+from real.sums import RESULTS, Response, figures, interval, row_of
 
 FILES = {file: json.loads((RESULTS / f"{file}.json").read_text()) for file in ("gap", "gap_cuda", "gap_sglang")}
 FOUND = {(file, name): row for file, found in FILES.items() for name, row in found.items()}
@@ -93,12 +93,3 @@ def test_the_atlas_has_our_rows_as_the_sums_give_them_and_quotes_every_other_one
     assert all(row.source.startswith("https://") and row.quote for row in others)
     assert {row.statistic for row in found} <= set(atlas.STATISTICS)
     assert atlas.page(found) == (Path(page.DOCS) / "atlas.md").read_text()
-
-
-def test_two_runs_are_compared_in_every_metric_but_those_of_time(tmp_path: Path) -> None:
-    record = {"phase": "rl", "step": 1, "old/k3": 0.1, "time/step_s": 1.0}
-    for name, changed in (("a", {}), ("b", {"time/step_s": 2.0}), ("c", {"old/k3": 0.1 + 1e-16 + 1e-15})):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record | changed) + "\n")
-    assert compared(tmp_path / "a", tmp_path / "b") == "0 of 3 metrics differ"
-    assert compared(tmp_path / "a", tmp_path / "c") == "1 of 3 metrics differ"
