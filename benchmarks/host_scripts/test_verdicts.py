@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from host_scripts.verdicts import SEED, draw, judge, rows, wrong
+from host_scripts.verdicts import judge, rows, wrong
 
 
 def test_no_verdict_of_the_committed_table_is_wrong() -> None:
@@ -17,10 +17,3 @@ def test_a_verdict_other_than_good_gets_a_row_and_rows_of_other_scripts_are_stal
     table = judge(tmp_path)
     assert {row["verdict"] for row in table if row["written"] == "before"} == {"stale"}
     assert [row["check"] for row in wrong(table)] == ["temperature"]
-
-
-def test_the_drawn_pairs_follow_the_seed_alone(tmp_path: Path) -> None:
-    (tmp_path / "slime").mkdir()
-    for number in range(9):
-        (tmp_path / f"slime/run-{number}.sh").write_text("python train.py --use-tis\n")
-    assert SEED == 33 and draw(tmp_path) == draw(tmp_path)

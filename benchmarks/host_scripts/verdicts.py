@@ -1,7 +1,6 @@
 """What doctor says about the launch scripts that host codebases ship, against the truth that a reader wrote before.
 
-    python benchmarks/host_scripts/verdicts.py draw TREES      # pairs of script and check whose truth is to be read
-    python benchmarks/host_scripts/verdicts.py judge TREES     # doctor's verdicts; exit status 1 where one is wrong
+    python benchmarks/host_scripts/verdicts.py TREES    # writes doctor's verdicts; exit status 1 where one is wrong
 
 TREES holds a checkout of each host in a folder of its name. README.md says how the truth was read.
 """
@@ -9,7 +8,6 @@ TREES holds a checkout of each host in a folder of its name. README.md says how 
 import argparse
 import csv
 import hashlib
-import random
 import re
 import sys
 from collections import Counter
@@ -24,7 +22,6 @@ from megatron_rc.integrations.hosts import HOSTS
 
 TABLE = Path(__file__).with_name("verdicts.csv")
 COLUMNS = ("host", "script", "sha256", "check", "line", "text", "truth", "written", "verdict")
-SEED, DRAWN = 33, 60
 SCRIPTS = {
     "verl": ("verl", ("**/*.sh",), r"python|torchrun"),
     "slime": ("slime", ("**/*.sh",), r"train(_async)?\.py"),
@@ -41,18 +38,6 @@ PROGRAMS = {
     "distillation": "distillation", "^ppo": "ppo", "^dpo": "dpo", "^sft": "sft", "^rm": "rm", "": "grpo",
 }  # fmt: skip
 """What the name of a YAML file of NeMo-RL matches, the first that does, and the program that reads the file."""
-INTERESTING = re.compile(
-    r"a\d+b|num-experts|moe|fp8|int4|quantiz|async|off_policy|use-tis|rollout_is|rollout-logprobs|rollout_importance|"
-    r"nvfp4|importance_sampling_correction",
-    re.IGNORECASE,
-)
-"""Experts, quantised rollouts, asynchrony, or a correction of the host's own."""
-CHECKS = (
-    "moe-replay", "quantized-rollouts", "asynchronous-rollouts", "router-dtype", "temperature", "top-p-top-k",
-    "ratio-counted-twice", "tis-function", "bypass-reaches-workers", "rejection-denominator", "loss-mode", "dtypes",
-    "two-corrections", "rollout-logprobs", "logprobs-mode", "quantized-checkpoint", "trajectory-age",
-    "sequence-weights", "ratio-of-one",
-)  # fmt: skip
 
 
 def scripts(trees: Path) -> Iterator[tuple[str, Path, str]]:
@@ -83,21 +68,6 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def draw(trees: Path, number: int = DRAWN) -> list[dict[str, str]]:
-    """Pairs of script and check that the table does not have, drawn without asking doctor for a verdict."""
-    known = {(row["host"], row["script"], row["check"]) for row in rows()}
-    pairs = [
-        (host, path, name, check.name)
-        for host, path, name in scripts(trees) if INTERESTING.search(path.read_text(encoding="utf-8"))
-        for check in flag_checks(HOSTS[host])
-        if check.name in CHECKS and (host, name, check.name) not in known
-    ]  # fmt: skip
-    return [
-        {"host": host, "script": name, "sha256": digest(path), "check": check}
-        for host, path, name, check in random.Random(SEED).sample(pairs, number)
-    ]
-
-
 def judge(trees: Path) -> list[dict[str, str]]:
     """The table with doctor's verdicts, and a row for each verdict other than good that it does not have yet."""
     table = {(row["host"], row["script"], row["check"]): row for row in rows()}
@@ -121,14 +91,8 @@ def wrong(table: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("draw", "judge"))
     parser.add_argument("trees", type=Path)
-    parser.add_argument("--number", type=int, default=DRAWN)
-    given = parser.parse_args()
-    if given.step == "draw":
-        csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(draw(given.trees, given.number))
-        return
-    table = judge(given.trees)
+    table = judge(parser.parse_args().trees)
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
