@@ -17,13 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from diagnosis import outside, real_dumps, sizes
+from diagnosis import real_dumps, sizes
 from megatron_rc.analyze import columns, conditions, terminal
 from megatron_rc.analyze.commands import PAGE_LINE
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
-from megatron_rc.files import read_csv
 from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +104,6 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "pictures": (INDEX, rule_pictures),
     "real": (CONFUSION, real_dumps.matrix),
     "sizes": (CONFUSION, sizes.matrix),
-    "outside": (CONFUSION, lambda: outside.summary(read_csv(outside.Row, outside.RESULTS)).strip()),
 }
 """Page and text of each generated part."""
 

@@ -1,11 +1,22 @@
 """Every rule answers to its trap and to no other, on simulated dumps and on committed ones of real engines."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import simulated_dumps
-from simulated_dumps import TRAPS, contradictions, diagnosed, honest, levels, log_softmax, sampled, world
+from simulated_dumps import (
+    TRAPS,
+    contradictions,
+    diagnosed,
+    hidden_temperature,
+    honest,
+    levels,
+    log_softmax,
+    sampled,
+    world,
+)
 
 from diagnosis.traps import planted, server
 from diagnosis.traps.dumps import EXAMPLES, TESTS, slug
@@ -98,6 +109,18 @@ def test_a_bug_in_fewer_tokens_than_a_rule_was_tried_on_is_only_suspected() -> N
 def test_a_bug_in_a_model_that_is_surer_than_those_a_rule_was_tried_on_is_only_suspected() -> None:
     sure = Chunk(np.full(7680, -0.002), np.full(7680, -0.001), np.arange(49) * 160)
     assert levels(diagnosed(sure)) == {"RC106": Level.SUSPECT}
+
+
+def test_twice_the_fault_that_a_report_excludes_is_found_and_a_third_of_it_is_not() -> None:
+    made = partial(world, 1, sequences=48)
+    power = diagnosed(honest(made())).power
+    assert power.temperature is not None and power.missing_mass is not None
+    for size, found in ((2, True), (0.3, False)):
+        hidden = hidden_temperature(made(), 1 - size * power.temperature)
+        assert ("RC103" in levels(diagnosed(hidden))) == found
+        whole = honest(made())
+        cut = replace(whole, log_pi=whole.log_pi - np.log1p(size * power.missing_mass))
+        assert bool({"RC102", "RC106"} & set(levels(diagnosed(cut)))) == found
 
 
 def test_logs_of_four_decimals_are_no_temperature() -> None:
