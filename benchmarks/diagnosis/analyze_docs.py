@@ -2,7 +2,7 @@
 
     python benchmarks/diagnosis/analyze_docs.py
 
-The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
+The lines between `<!-- NAME: written by ... -->` and `<!-- end of NAME -->` are replaced.
 """
 
 import ast
@@ -108,17 +108,21 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
 """Page and text of each generated part."""
 
 
-def part(name: str) -> re.Pattern[str]:
-    """The text of a generated part of a page, as the group ``body``."""
-    begin, end = f"<!-- {name}: written by `make docs` -->", f"<!-- end of {name} -->"
-    return re.compile(rf"(?<={begin}\n)(?P<body>.*?)(?=\n{end})", re.DOTALL)
+def part(name: str, text: str) -> re.Match[str]:
+    """The generated part of a page with that text, as the group ``body``."""
+    match = re.search(rf"<!-- {name}: written by .* -->\n(?P<body>(?s:.*?))\n<!-- end of {name} -->", text)
+    assert match is not None, f"the page has no part {name}"
+    return match
+
+
+def replace_part(page: Path, name: str, body: str) -> None:
+    first, behind = part(name, text := page.read_text(encoding="utf-8")).span("body")
+    page.write_text(text[:first] + body + text[behind:], encoding="utf-8")
 
 
 def main() -> None:
     for name, (page, body) in BLOCKS.items():
-        match = part(name).search(text := page.read_text(encoding="utf-8"))
-        assert match is not None, f"{page} has no part {name}"
-        page.write_text(text[: match.start()] + body() + text[match.end() :], encoding="utf-8")
+        replace_part(page, name, body())
 
 
 if __name__ == "__main__":

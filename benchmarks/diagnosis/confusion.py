@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
+from diagnosis.analyze_docs import CONFUSION, ROOT, replace_part
 from diagnosis.traps import server
 from diagnosis.traps.dumps import TESTS, slug, write, write_small
 from diagnosis.traps.lab import Lab
@@ -31,9 +32,6 @@ from megatron_rc.analyze import rules
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
 from megatron_rc.jobs.describe import table
 
-ROOT = Path(__file__).parents[2]
-TEMPLATE = Path(__file__).with_name("confusion.md")
-"""The page around the matrix; parts of it are written by analyze_docs.py."""
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
 RULES = sorted(rules.RULES)
@@ -131,7 +129,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/megatron_rc_traps"), help="keeps models and dumps")
     parser.add_argument("--server", action="store_true", help="also the traps of a real SGLang server on the CPU")
     parser.add_argument("--only", nargs="+", default=[""], help="traps whose names hold one of these texts")
-    parser.add_argument("--docs", action="store_true", help="write docs/images/confusion.svg, docs/rules/confusion.md")
+    parser.add_argument("--docs", action="store_true", help="write picture and table of docs/rules/confusion.md")
     parser.add_argument("--small", action="store_true", help="write the small dumps of the tests and the examples")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,12 +143,9 @@ def main() -> None:
     if options.small:
         write_small(options.folder / "dumps" / str(options.seeds[0]))
     if options.docs:
-        seeds = len(options.seeds)
-        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, range(seeds)))}"
+        command = f"python benchmarks/diagnosis/confusion.py --seeds {' '.join(map(str, options.seeds))}"
         command += " --server --docs" if options.server else " --docs"
-        counted = f"{seeds} seed{'s' * (seeds != 1)}"
-        page = TEMPLATE.read_text(encoding="utf-8").format(table=markdown(every), command=command, seeds=counted)
-        (ROOT / "docs/rules/confusion.md").write_text(page)
+        replace_part(CONFUSION, "traps", f"{markdown(every)}\n`{command}` writes this table.")
         draw(every, ROOT / "docs/images/confusion.svg")
     if wrong := sum(row.dumps - row.rights for row in every):
         sys.exit(f"{wrong} dumps have another answer than the wanted one")
