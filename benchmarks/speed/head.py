@@ -42,6 +42,9 @@ class States(Batch):
         self.logprobs = -self.exact(self.nll, slopes=False)[0]
         self.old_from(self.logprobs)
 
+    def nll(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
+        return -eager(logits, self.targets[rows], False)[0]
+
     def exact(self, losses: Callable[[Tensor, slice], Tensor], slopes: bool = True) -> Truth:
         """A few rows at a time."""
         weight = self.weight.double()

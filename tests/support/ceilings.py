@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_420, "triton_kernels": 3_141, "tests": 42_661, "benchmarks": 7_058, "": 98_125}
+LINES = {"megatron_rc": 44_420, "triton_kernels": 3_141, "tests": 42_661, "benchmarks": 7_062, "": 98_137}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_850
