@@ -4,22 +4,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.json_lines import IDS, NUMBERS, read_rows
+from megatron_rc.analyze.readers.json_lines import read_rows
 from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, RENAMED, SPAN, VERSIONS
-
-ARROW = {"number": pa.float64(), "flag": pa.bool_(), "id": pa.int64(), "text": pa.string()}
-SCHEMA = (
-    {RENAMED.get(name, name): pa.list_(ARROW[column.kind]) for name, column in READ_TOKEN_COLUMNS.items()}
-    | {name: ARROW[column.kind] for name, column in SEQUENCE_COLUMNS.items()}
-    | {LOG_PI: NUMBERS, LOG_MU: NUMBERS, PROMPT: IDS, VERSIONS: pa.list_(pa.struct([(n, pa.int64()) for n in SPAN]))}
-)
-"""Types by the name in the file; lists of advantages do not fit, and are read line by line instead."""
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:
@@ -30,13 +21,13 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     for name, column in READ_TOKEN_COLUMNS.items():
         value = record.get(RENAMED.get(name, name))
         # advantage may be per token or per sequence: a list is per token
-        if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list | np.ndarray)):
+        if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list)):
             continue
         tokens[name] = KINDS.get(column.kind, rows.numbers)(value, name)
     for name in SEQUENCE_COLUMNS:
         if name not in tokens and record.get(name) is not None:
             sequence[name] = record[name]
-    if isinstance(record.get(PROMPT), list | np.ndarray):
+    if isinstance(record.get(PROMPT), list):
         sequence.setdefault("prompt_length", len(record[PROMPT]))
     if "version" not in tokens and (spans := record.get(VERSIONS)) is not None:
         tokens["version"] = versions(spans, log_mu.size)
@@ -63,6 +54,5 @@ def versions(spans: Any, length: int) -> NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-FORMAT = Format(
-    "jsonl", "megatron-rc JSON lines", "jsonl", (frozenset({LOG_PI, LOG_MU}),), partial(read_rows, row_of, SCHEMA)
-)
+SHOWS = frozenset({LOG_PI, LOG_MU})
+FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", (SHOWS,), partial(read_rows, row_of))

@@ -4,34 +4,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.json_lines import IDS, NUMBERS, read_rows
+from megatron_rc.analyze.readers.json_lines import read_rows
 
 LOG_PI, LOG_MU, MASK = "prev_logprobs", "generation_logprobs", "token_loss_mask"
-
-SCHEMA = {
-    LOG_PI: pa.list_(NUMBERS),
-    LOG_MU: pa.list_(NUMBERS),
-    MASK: pa.list_(NUMBERS),
-    "sample_loss_mask": NUMBERS,
-    "token_ids": pa.list_(IDS),
-    "advantages": pa.list_(NUMBERS),
-    "rewards": NUMBERS,
-    "filtered_rewards": NUMBERS,
-}
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of one file; the step is in its name."""
     numbered = re.search(r"step(\d{1,15})", group[0].name)
     step = int(numbered[1]) if numbered else None
-    return read_rows(lambda record: row_of(record, step), SCHEMA, group, corrupt)
+    return read_rows(lambda record: row_of(record, step), group, corrupt)
 
 
 FORMAT = Format("nemo-rl", "NeMo-RL train data", "jsonl", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
@@ -69,6 +55,6 @@ def row_of(record: dict[str, Any], step: int | None) -> rows.Row:
 
 def single(value: Any, *, lists: bool = True) -> Any:
     """The value inside a list of one; a list of numbers stays as it is unless ``lists``."""
-    if isinstance(value, list | np.ndarray) and len(value) == 1 and (lists or isinstance(value[0], list)):
+    if isinstance(value, list) and len(value) == 1 and (lists or isinstance(value[0], list)):
         return value[0]
     return value

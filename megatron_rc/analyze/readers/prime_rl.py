@@ -3,24 +3,14 @@
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
-
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.json_lines import FLAGS, IDS, NUMBERS, read_rows
+from megatron_rc.analyze.readers.json_lines import read_rows
 
 LOG_PI, LOG_MU, MASK = "trainer_logprobs", "inference_logprobs", "loss_mask"
 TOKENS = {"entropy": "entropy", "advantage": "advantages"}
 SEQUENCE = {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx", "task": "env_name"}
 """Columns of tokens and of sequences by their name here, with the name in the file."""
-
-SCHEMA = {
-    **{name: NUMBERS for name in (LOG_PI, LOG_MU, *TOKENS.values(), "rl_weights")},
-    MASK: FLAGS,
-    "token_ids": IDS,
-    **{name: pa.int64() for name in SEQUENCE.values()},
-    SEQUENCE["task"]: pa.string(),
-}
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:
@@ -44,4 +34,4 @@ def row_of(record: dict[str, Any]) -> rows.Row:
 
 
 SHOWS = frozenset({LOG_PI, LOG_MU, MASK})
-FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", (SHOWS,), partial(read_rows, row_of, SCHEMA))
+FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", (SHOWS,), partial(read_rows, row_of))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
 from refusals import refuses
@@ -281,29 +280,6 @@ def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path)
     shutil.copy(TRACES / "stream/00000.jsonl", tmp_path / "x.jsonl")
     sentence = "no annotation of the trainer is there; give the folder traces as a whole or token_exports"
     refuses(sentence, list, open_dump(tmp_path).chunks())
-
-
-@pytest.mark.parametrize("name", [NEMO_RL, PRIME_RL, "batch.jsonl"])
-def test_arrow_and_python_read_the_same_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = HOST_DUMPS / name if "/" in name else write_json_lines(tmp_path / name)
-    read_by_arrow = []
-    arrow = json_lines.arrow_records
-
-    def watched(*arguments: Any) -> Any:
-        read_by_arrow.append(arrow(*arguments))
-        return read_by_arrow[-1]
-
-    monkeypatch.setattr(json_lines, "arrow_records", watched)
-    (fast,) = open_dump(path).chunks()
-    assert all(records is not None for records in read_by_arrow)
-    monkeypatch.setattr(json_lines, "arrow_records", lambda *arguments: None)
-    (slow,) = open_dump(path).chunks()
-    for one, other in ((fast.tokens, slow.tokens), (fast.sequences, slow.sequences)):
-        assert one.keys() == other.keys()
-        for column in one:
-            np.testing.assert_array_equal(one[column], other[column])
-    np.testing.assert_array_equal(fast.log_pi, slow.log_pi)
-    np.testing.assert_array_equal(fast.log_mu, slow.log_mu)
 
 
 @pytest.mark.parametrize("host", [host for host in HOSTS if host != "miles"])
