@@ -26,7 +26,7 @@ from megatron_rc.analyze.headline import HEADLINES, headline
 from megatron_rc.analyze.known import Known
 from megatron_rc.analyze.rules import rc203
 from megatron_rc.analyze.rules.rc101 import LEAST_EXPLAINED, PROVES
-from megatron_rc.analyze.rules.rule import TRIED, Level
+from megatron_rc.analyze.rules.rule import LEAST_TOKENS, Level
 
 BENIGN = {"RC404", "RC501", "RC502"}
 SUSPECTS = {"RC307", "RC402"}
@@ -100,7 +100,7 @@ def test_a_bug_in_fewer_tokens_than_a_rule_was_tried_on_is_only_suspected() -> N
     _, make = TRAPS["renormalised top-p .95"]
     chunk = make(world(1, sequences=16))
     enough, few = (diagnosed(chunk.select_sequences(np.arange(16) < count)) for count in (16, 12))
-    assert few.evidence.whole.tokens < TRIED.tokens < enough.evidence.whole.tokens
+    assert few.evidence.whole.tokens < LEAST_TOKENS < enough.evidence.whole.tokens
     assert levels(enough) == {"RC102": Level.BUG}
     assert levels(few) == {"RC102": Level.SUSPECT}
     assert "fewer than 2,000 tokens" in few.verdicts[0].sentence

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.decomposition import decompose
 from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
@@ -67,4 +67,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC101", Stage.MAP, check, tried=TRIED)
+RULE = Rule("RC101", Stage.MAP, check, fitted=True)

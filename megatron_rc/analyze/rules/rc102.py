@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.factors import LOG_MU_EDGES
 
 RATIO_FLOOR = 1e-4
@@ -62,4 +62,4 @@ def check(evidence: Evidence) -> Verdict | None:
     return replace(verdict, sentence=sentence)
 
 
-RULE = Rule("RC102", Stage.HONESTY, check, tried=TRIED, unfiltered=True)
+RULE = Rule("RC102", Stage.HONESTY, check, fitted=True, unfiltered=True)

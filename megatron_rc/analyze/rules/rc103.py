@@ -1,7 +1,7 @@
 """RC103: the tokens surprise the trainer less, or more, than its own entropy says they should."""
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.honesty import Honesty
 
 SURPRISE_FLOOR = 0.005
@@ -42,4 +42,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC103", Stage.HIDDEN_SAMPLING, check, needs=("entropy",), tried=TRIED, unfiltered=True)
+RULE = Rule("RC103", Stage.HIDDEN_SAMPLING, check, needs=("entropy",), fitted=True, unfiltered=True)

@@ -2,7 +2,7 @@
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rc102 import RATIO_FLOOR
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 SIGN_FLOOR = 1.5
 """A mean ratio above 1 is a bug if it exceeds 1 by this many k3. No filter and no leak can cause it, so the margin over
@@ -28,4 +28,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC104", Stage.HONESTY, check, tried=TRIED, unfiltered=True)
+RULE = Rule("RC104", Stage.HONESTY, check, fitted=True, unfiltered=True)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.factors import repeated
 
 LEAST = 0.35
@@ -47,4 +47,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC105", Stage.PENALTY, check, needs=("token_id",), tried=TRIED)
+RULE = Rule("RC105", Stage.PENALTY, check, needs=("token_id",), fitted=True)

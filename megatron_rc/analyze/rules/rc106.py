@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rc102 import undrawable
-from megatron_rc.analyze.rules.rule import TRIED, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Rule, Stage, Verdict
 
 
 def check(evidence: Evidence) -> Verdict | None:
@@ -19,4 +19,4 @@ def check(evidence: Evidence) -> Verdict | None:
     return replace(verdict, sentence=sentence, numbers={**verdict.numbers, "leaked_mass": leaked})
 
 
-RULE = Rule("RC106", Stage.HONESTY, check, tried=TRIED, unfiltered=True)
+RULE = Rule("RC106", Stage.HONESTY, check, fitted=True, unfiltered=True)

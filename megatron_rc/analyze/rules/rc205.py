@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 LEAST_RATIO = 2.2
 """Least noise in the first eighth of the tokens by position, over that in the last half. Another prompt had 2.8 on a
@@ -34,4 +34,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC205", Stage.PROMPT, check, tried=TRIED)
+RULE = Rule("RC205", Stage.PROMPT, check, fitted=True)

@@ -1,7 +1,7 @@
 """RC206: turns after the first have far noisier logits."""
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 LEAST_RATIO = 2.5
 """Least noise of later turns over that of the first. Positions that were off by 24 from the second turn on had 3.4 on a
@@ -29,4 +29,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC206", Stage.LOCATION, check, needs=("turn",), tried=TRIED)
+RULE = Rule("RC206", Stage.LOCATION, check, needs=("turn",), fitted=True)

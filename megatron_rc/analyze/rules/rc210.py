@@ -2,7 +2,7 @@
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rc102 import RATIO_FLOOR, undrawable
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 FAR = 0.5
 """nats that count as far."""
@@ -30,4 +30,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC210", Stage.HONESTY, check, tried=TRIED, unfiltered=True)
+RULE = Rule("RC210", Stage.HONESTY, check, fitted=True, unfiltered=True)

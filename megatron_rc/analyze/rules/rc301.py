@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.factors import FACTORS
 
 LEAST_RATIO = 1.4
@@ -52,4 +52,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC301", Stage.LOCATION, check, needs=("cached_tokens", "prompt_length", "syncs"), tried=TRIED)
+RULE = Rule("RC301", Stage.LOCATION, check, needs=("cached_tokens", "prompt_length", "syncs"), fitted=True)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 LEAST_RATIO = 2.5
 """Least noise of the place over that elsewhere. A stale server had 3.5 (a real model, eight updates) to 15, two kinds
@@ -36,4 +36,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC303", Stage.LOCATION, check, needs=("server",), tried=TRIED)
+RULE = Rule("RC303", Stage.LOCATION, check, needs=("server",), fitted=True)

@@ -1,7 +1,7 @@
 """RC306: the logits of one contiguous range of ids are noisier than all others."""
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.statistics.token_ids import loudest_shard
 
 LEAST_RATIO = 4.0
@@ -29,4 +29,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC306", Stage.LOCATION, check, needs=("token_id",), tried=TRIED)
+RULE = Rule("RC306", Stage.LOCATION, check, needs=("token_id",), fitted=True)

@@ -1,7 +1,7 @@
 """RC307: the sides differ as weights do that training has moved: an adapter, older weights, a tensor of its own."""
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 PERSISTENCE, SPREAD = 0.2, 1.45
 """From 16 bits on both sides: share of the variance of the noise that the id explains across prompts, and its root mean
@@ -44,4 +44,4 @@ def check(evidence: Evidence) -> Verdict | None:
     )
 
 
-RULE = Rule("RC307", Stage.WEIGHTS, check, needs=("token_id",), tried=TRIED)
+RULE = Rule("RC307", Stage.WEIGHTS, check, needs=("token_id",), fitted=True)

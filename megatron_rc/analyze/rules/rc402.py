@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import TRIED, Level, Rule, Stage, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
 LEAST_RATIO = 6.0
 """Least median noise of a failed response over that of the median response. In healthy dumps the loudest response has
@@ -61,4 +61,4 @@ def _medians(sequence: np.ndarray, noise: np.ndarray, sequences: int) -> np.ndar
     return result
 
 
-RULE = Rule("RC402", Stage.PROMPT, check, tried=TRIED)
+RULE = Rule("RC402", Stage.PROMPT, check, fitted=True)

@@ -71,32 +71,23 @@ class Verdict:
         return Page(self.code)
 
 
-@dataclass(frozen=True)
-class Range:
-    """The range of dumps, with and without the bug, that a rule was tried on; outside it, the rule only suspects."""
-
-    tokens: int
-    """Loss tokens, at least."""
-    surprisal: tuple[float, float]
-    """Mean of -log mu, nats: how sure the model is of itself."""
-
-    def outside(self, evidence: Evidence) -> str:
-        """Why a dump is outside the range, as text; empty if it is inside."""
-        tokens = evidence.whole.tokens
-        surprisal = -float(evidence.sample.log_mu.mean())
-        low, high = self.surprisal
-        if tokens < self.tokens:
-            return f"fewer than {self.tokens:,} tokens"
-        if not low <= surprisal <= high:
-            return f"a mean -log mu of {surprisal:.2g} nats, outside of {low:g} to {high:g}"
-        return ""
+LEAST_TOKENS, SURPRISAL = 2_000, (0.1, 4.0)
+"""Range of the dumps, with and without a bug, that rules were tried on: least loss tokens, and mean of -log mu in nats
+(how sure the model is of itself). It is what benchmarks/diagnosis (confusion.py) and the simulated dumps cover:
+vocabularies of 256 and 4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang.
+At an entropy of 2.4, 0.9 and 0.3 nats, seeing a hidden top-p of 0.99 takes 14,000 to 17,000 tokens; a hidden
+temperature of 0.95 takes 2,200, 5,800 and 14,600 (docs/results.md). A smaller dump without a verdict has not excluded
+them."""
 
 
-TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
-"""What benchmarks/diagnosis (confusion.py) and the simulated dumps cover: vocabularies of 256 and
-4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang. At an entropy of 2.4,
-0.9 and 0.3 nats, seeing a hidden top-p of 0.99 takes 14,000 to 17,000 tokens; a hidden temperature of 0.95 takes
-2,200, 5,800 and 14,600 (docs/results.md). A smaller dump without a verdict has not excluded them."""
+def untried(evidence: Evidence) -> str:
+    """Why a dump is outside the range that rules were tried on, as text; empty if it is inside."""
+    surprisal, (low, high) = -float(evidence.sample.log_mu.mean()), SURPRISAL
+    if evidence.whole.tokens < LEAST_TOKENS:
+        return f"fewer than {LEAST_TOKENS:,} tokens"
+    if not low <= surprisal <= high:
+        return f"a mean -log mu of {surprisal:.2g} nats, outside of {low:g} to {high:g}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -108,16 +99,16 @@ class Rule:
     check: Callable[[Evidence], Verdict | None]
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""
-    tried: Range | None = None
-    """None: the rule may claim a bug in any dump, because no number in it was fitted to dumps."""
+    fitted: bool = False
+    """A number in it was fitted to dumps: outside the range of these it only suspects."""
     unfiltered: bool = False
     """Its test is valid only while no response is chosen by its outcome."""
 
     def verdict(self, evidence: Evidence) -> Verdict | None:
         """What the rule says.
 
-        The level is at most suspect outside of the range that the rule was tried on, and undecided where the dump was
-        filtered by outcome and the rule rests on a test that sees such a filter.
+        The level is at most suspect outside of the range that a fitted rule was tried on, and undecided where the dump
+        was filtered by outcome and the rule rests on a test that sees such a filter.
         """
         if (verdict := self.check(evidence)) is None:
             return None
@@ -125,9 +116,7 @@ class Rule:
         if self.unfiltered and evidence.outcome_filter.filtered:
             sentence = f"{verdict.sentence} (undecided: the dump was filtered by outcome, which these tests see, too)"
             return replace(verdict, level=Level.UNDECIDED, sentence=sentence, p=None)
-        if verdict.level is not Level.BUG or self.tried is None:
-            return verdict
-        if not (reason := self.tried.outside(evidence)):
+        if verdict.level is not Level.BUG or not self.fitted or not (reason := untried(evidence)):
             return verdict
         sentence = f"{verdict.sentence} (only suspected: the rule was never tried on {reason})"
         return replace(verdict, level=Level.SUSPECT, sentence=sentence)
