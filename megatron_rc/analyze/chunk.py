@@ -99,6 +99,12 @@ class Chunk:
         """[N] values of a column of tokens or sequences."""
         return self.tokens[name] if name in self.tokens else self.sequences[name][self.sequence_of]
 
+    def begins(self, values: NDArray[Any]) -> Flags:
+        """[N] whether a run of equal ``values`` [N] begins at the token; no run crosses the end of a sequence."""
+        first: Flags = self.index == 0
+        first[1:] |= values[1:] != values[:-1]
+        return first
+
     def has(self, name: str) -> bool:
         return name in self.tokens or name in self.sequences
 

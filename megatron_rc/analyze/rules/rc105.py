@@ -23,17 +23,13 @@ FEWEST = 50
 
 
 def check(evidence: Evidence) -> Verdict | None:
-    chunk, unit = evidence.sample, evidence.noise.unit
-    seen, log_ratio = repeated(chunk) == 1, chunk.log_ratio
+    seen, log_ratio = repeated(evidence.sample) == 1, evidence.sample.log_ratio
     size = math.sqrt(float(np.square(log_ratio).mean())) if log_ratio.size else 0.0
     if not size or min(int(seen.sum()), int((~seen).sum())) < FEWEST:
         return None
-    means = [float(log_ratio[part].mean()) for part in (seen, ~seen)]
+    means, error = evidence.noise.means(log_ratio, seen, ~seen)
     difference = means[0] - means[1]
-    terms = np.zeros(int(unit.max()) + 1)
-    for part, mean, sign in zip((seen, ~seen), means, (1, -1), strict=True):
-        terms += sign * np.bincount(unit[part], log_ratio[part] - mean, minlength=terms.size) / part.sum()
-    z = difference / max(math.sqrt(float(terms @ terms)), 1e-300)
+    z = difference / max(error, 1e-300)
     adds_up = evidence.growth.exponent >= GROWTH
     if z < LEAST_Z or difference < (LEAST if adds_up else ALONE) * size:
         return None

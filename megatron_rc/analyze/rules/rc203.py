@@ -43,11 +43,8 @@ def _place(chunk: Chunk, zeros: np.ndarray) -> str:
     if last.mean() > 0.9:
         return ", nearly all at the last token of a response (a forced end?)"
     turn = chunk.tokens.get("turn")
-    if turn is not None:
-        starts = np.ones(zeros.size, dtype=bool)
-        starts[1:] = (np.diff(turn) != 0) | (np.diff(chunk.sequence_of) != 0)
-        if starts[zeros].mean() > 0.9:
-            return ", nearly all at the first token of a turn (a loss mask that begins one token early?)"
+    if turn is not None and chunk.begins(turn)[zeros].mean() > 0.9:
+        return ", nearly all at the first token of a turn (a loss mask that begins one token early?)"
     sequences = np.unique(chunk.sequence_of[zeros])
     logged = np.bincount(chunk.sequence_of, weights=chunk.log_mu != 0, minlength=chunk.num_sequences)
     if (logged[sequences] == 0).mean() > 0.9:

@@ -4,6 +4,7 @@ import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
+from megatron_rc.analyze.statistics.factors import lag
 
 LEAST_RATIO = 6.0
 """Least median noise of a failed response over that of the median response. In healthy dumps the loudest response has
@@ -44,9 +45,9 @@ def _size(evidence: Evidence) -> np.ndarray:
     size = np.abs(evidence.noise.eps)
     if not evidence.older:
         return size
-    lag = np.unique(evidence.sample.per_token("trainer_version") - evidence.sample.per_token("version"), False, True)[1]
-    medians = np.array([np.median(size[lag == value]) for value in range(int(lag.max()) + 1)])
-    scaled: np.ndarray = size / np.maximum(medians[lag], 1e-300)
+    lags = np.unique(lag(evidence.sample), return_inverse=True)[1]
+    medians = np.array([np.median(size[lags == value]) for value in range(int(lags.max()) + 1)])
+    scaled: np.ndarray = size / np.maximum(medians[lags], 1e-300)
     return scaled
 
 

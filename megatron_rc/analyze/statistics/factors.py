@@ -50,11 +50,9 @@ def repeated(chunk: Chunk) -> NDArray[np.int64]:
 
 def since_switch(chunk: Chunk, column: str) -> NDArray[np.int64]:
     """[N] octave of the tokens since the value of ``column`` last changed inside the sequence."""
-    values, index = chunk.tokens[column], chunk.index
-    starts = np.ones(values.size, dtype=bool)
-    starts[1:] = (values[1:] != values[:-1]) | (index[1:] == 0)
-    begun = np.maximum.accumulate(np.where(starts, np.arange(values.size), 0))
-    return octave(np.arange(values.size) - begun)
+    places = np.arange(chunk.log_pi.size)
+    begun = np.maximum.accumulate(np.where(chunk.begins(chunk.tokens[column]), places, 0))
+    return octave(places - begun)
 
 
 def cached_share(chunk: Chunk) -> NDArray[np.int64]:

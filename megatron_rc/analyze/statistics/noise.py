@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Flags, Floats, Integers
+from megatron_rc.analyze.statistics.factors import lag
 
 UNSURE = 0.01
 """Least 1 - p of the tokens that count: below it, a log-prob is mostly its own rounding."""
@@ -109,17 +110,20 @@ class Noise:
 
     def contrast(self, place: Flags, elsewhere: Flags) -> Contrast:
         """The relative noise of the tokens in ``place`` [N] against that of those in ``elsewhere`` [N]."""
-        relative, units = self.relative, self.unit
-        known = np.isfinite(relative)
+        known = np.isfinite(self.relative)
         sides = place & known, elsewhere & known
         if min(int(side.sum()) for side in sides) < FEWEST:
             return NO_CONTRAST
-        here, there = (float(relative[side].mean()) for side in sides)
-        terms = np.zeros(int(units.max()) + 1)
-        for side, mean, sign in zip(sides, (here, there), (1, -1), strict=True):
-            terms += sign * np.bincount(units[side], relative[side] - mean, minlength=terms.size) / side.sum()
-        error = math.sqrt(float(terms @ terms))
+        (here, there), error = self.means(self.relative, *sides)
         return Contrast(here / max(there, 1e-12), (here - there) / error if error else 0.0)
+
+    def means(self, values: Floats, place: Flags, elsewhere: Flags) -> tuple[tuple[float, float], float]:
+        """Mean of ``values`` [N] in either place [N], and the standard error of the difference of both."""
+        means = float(values[place].mean()), float(values[elsewhere].mean())
+        terms = np.zeros(int(self.unit.max()) + 1)
+        for side, mean, sign in zip((place, elsewhere), means, (1, -1), strict=True):
+            terms += sign * np.bincount(self.unit[side], values[side] - mean, minlength=terms.size) / side.sum()
+        return means, math.sqrt(float(terms @ terms))
 
 
 def temperatures(chunk: Chunk) -> Floats:
@@ -133,9 +137,9 @@ def temperatures(chunk: Chunk) -> Floats:
 
 def _compared(chunk: Chunk, p: Floats) -> Integers:
     cell = np.digitize(p, EDGES)
-    known = [temperatures(chunk)]
+    known: list[NDArray[Any]] = [temperatures(chunk)]
     if chunk.has("version") and chunk.has("trainer_version"):
-        known.append(chunk.per_token("trainer_version") - chunk.per_token("version"))
+        known.append(lag(chunk))
     if chunk.has("task") and len(np.unique(chunk.sequences["task"])) <= MOST_PARTS:
         known.append(chunk.per_token("task"))
     for values in known:

@@ -34,7 +34,7 @@ def sign_flip_test(name: str, chunk: Chunk) -> Test:
     Source: derived; flips of clusters as in the wild bootstrap (Cameron, Gelbach and Miller 2008).
     """
     middle = np.minimum((np.maximum(chunk.log_pi, LOWEST) + chunk.log_mu) / 2, 0.0)
-    bins, runs = log_mu_bin(middle), _runs(chunk)
+    bins, runs = log_mu_bin(middle), np.cumsum(chunk.begins(chunk.index // RUN)) - 1
     ratio, log_ratio = chunk.ratio, chunk.log_ratio
     terms = 2 * ratio / (1 + ratio) * np.tanh(log_ratio / 2)
     count, width = int(runs[-1]) + 1 if runs.size else 0, int(bins.max(initial=0)) + 1
@@ -50,11 +50,3 @@ def sign_flip_test(name: str, chunk: Chunk) -> Test:
     seen = float(np.square(scaled.sum(axis=0)).sum()) - regression
     z = gamma_deviate(seen, scaled.shape[1], variance)
     return Test(name, z, normal_p(z, two_sided=False))
-
-
-def _runs(chunk: Chunk) -> np.ndarray:
-    """[N] number of the run that each token belongs to, rising."""
-    index, sequence = chunk.index // RUN, chunk.sequence_of
-    starts = np.ones(index.size, dtype=np.int64)
-    starts[1:] = (np.diff(index) != 0) | (np.diff(sequence) != 0)
-    return np.cumsum(starts) - 1

@@ -158,9 +158,7 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
     if plan.reads_lags:
         lags = torch.from_numpy(np.maximum(lag(chunk), 0))
     if "turn" in chunk.tokens:
-        turns = chunk.tokens["turn"]
-        begins = (chunk.index == 0) | np.concatenate([[True], turns[1:] != turns[:-1]])
-        segments = torch.from_numpy(np.cumsum(begins) - 1)
+        segments = torch.from_numpy(np.cumsum(chunk.begins(chunk.tokens["turn"])) - 1)
     statistics = {name: torch.from_numpy(chunk.per_token(name).astype(np.float64)) for name in plan.statistics}
     corrected = correct(
         torch.from_numpy(chunk.log_pi),
