@@ -221,7 +221,7 @@ class Gathering:
         profiles = {name: sums.profile() for name, sums in self._profiles.items()}
         permutations = Permutations(sample)
         tests = {
-            name: permutations.test(f"|l| by {profile.factor.title}", profile.factor, lambda c: np.abs(c.log_ratio))
+            name: permutations.test(f"|l| by {profile.factor.title}", profile.factor)
             for name, profile in profiles.items()
             if len(profile.bins) > 1
         }

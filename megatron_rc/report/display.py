@@ -55,7 +55,7 @@ class Display:
         self._history: dict[str, deque[float]] = {}
         self._warming_up = True
         self._clock: tuple[int, float] | None = None
-        self._phase_name, self._phase_total, self._phase_done, self._phase_printed = "", 0, 0, 0.0
+        self._printed_at = 0.0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
         self._overall = self._bars.add_task(f"[bold]{name}", total=total_steps, note="")
@@ -74,17 +74,16 @@ class Display:
 
     def phase(self, name: str, total: int) -> None:
         """Start a phase of ``total`` units, such as warm-up steps, responses or optimizer steps."""
-        self._phase_name, self._phase_total, self._phase_done = name, total, 0
-        self._phase_printed = time.monotonic()
+        self._printed_at = time.monotonic()
         self._bars.reset(self._current, description=name, total=total, visible=True)
 
     def advance(self, count: int = 1) -> None:
         """Count ``count`` more units of the phase as done."""
-        self._phase_done += count
         self._bars.advance(self._current, count)
-        if not self._console.is_terminal and time.monotonic() - self._phase_printed > PLAIN_PHASE_SECONDS:
-            self._phase_printed = time.monotonic()
-            self.message(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
+        if not self._console.is_terminal and time.monotonic() - self._printed_at > PLAIN_PHASE_SECONDS:
+            self._printed_at = time.monotonic()
+            shown = self._bars.tasks[self._current]
+            self.message(f"{shown.description} {shown.completed:.0f}/{shown.total:.0f}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step: its number within its phase, where 0 is the state before reinforcement learning, and

@@ -1,7 +1,6 @@
 """Means by bin of a factor, and the share of the variance that the factor explains."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,14 +112,14 @@ class Permutations:
         self._of_sequences = random.random((orders, chunk.num_sequences)).argsort(axis=1)
         self._inside = (random.random((PERMUTATIONS, chunk.log_pi.size)) + chunk.sequence_of).argsort(axis=1)
 
-    def test(self, name: str, factor: Factor, values: Callable[[Chunk], Floats]) -> Test:
-        """Test that ``values`` [N] do not depend on a factor.
+    def test(self, name: str, factor: Factor) -> Test:
+        """Test that |l| does not depend on a factor.
 
         eta^2 of the data is compared with that under permutations: of whole sequences, or of the tokens within each
         sequence if the factor changes there. A gamma distribution of the same mean and variance describes the latter,
         because p-values far below 1 / PERMUTATIONS are needed once they are corrected for the number of tests.
         """
-        chunk, tokens = self.chunk, values(self.chunk)
+        chunk, tokens = self.chunk, np.abs(self.chunk.log_ratio)
         codes = factor.codes(chunk)
         of_sequences = factor.of_sequences
         if not of_sequences and bool((codes == codes[chunk.cu_seqlens[:-1]][chunk.sequence_of]).all()):
