@@ -48,22 +48,6 @@ def analyze(*arguments: str | Path) -> Ended:
     return run("analyze", "--no-html", *arguments)
 
 
-NO_LISTS = pa.array([], pa.list_(pa.float64()))
-UNUSABLE: dict[str, dict[str, Any]] = {
-    "no rows": {"old_logprobs": NO_LISTS, "rollout_logprobs": NO_LISTS, "step": None},
-    "texts": {"old_logprobs": [["a"] * LENGTH] * RESPONSES},
-    "no lists": {"old_logprobs": [1.0] * RESPONSES, "rollout_logprobs": [1.0] * RESPONSES},
-    "only NaN": {"old_logprobs": [[float("nan")] * LENGTH] * RESPONSES},
-    "other lengths": {"old_logprobs": [[-1.0] * (LENGTH - 1)] * RESPONSES},
-    "one side": {"rollout_logprobs": None},
-}
-
-
-@pytest.mark.parametrize("changes", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path) -> None:
-    assert (ended := analyze(dump(tmp_path, **changes))).is_refusal(), ended
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,24 +65,6 @@ def test_a_wrong_option_is_one_sentence_before_the_dump_is_read(options: tuple[s
 def test_a_condition_that_the_dump_cannot_answer_is_one_sentence(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path), "--require", "z_W<4", "--require-format", "junit")
     assert ended.is_refusal("needs the column entropy"), ended
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"step": [None] * RESPONSES},
-        {"step": ["a"] * RESPONSES},
-        {"step": [float("nan")] * RESPONSES},
-        {"step": list(range(RESPONSES)), "reward": [float("nan")] * RESPONSES},
-        {"entropy": [[float("nan")] * LENGTH] * RESPONSES},
-        {"entropy": [1.0] * RESPONSES},
-        {"server": ["<script>\x1b[31m"] * RESPONSES},
-        {"reward": ["good"] * RESPONSES},
-    ],
-)
-def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path) -> None:
-    ended = analyze(dump(tmp_path, **changes))
-    assert ended.is_refusal() or (ended.status == 0 and ended.stdout and "\x1b[31m" not in ended.stdout), ended
 
 
 def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path) -> None:
