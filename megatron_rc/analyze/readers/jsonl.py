@@ -3,14 +3,13 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import read_rows
-from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, RENAMED, SPAN, VERSIONS
+from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, RENAMED, VERSIONS, versions
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:
@@ -36,22 +35,6 @@ def row_of(record: dict[str, Any]) -> rows.Row:
 
 KINDS = {"flag": rows.flags, "id": rows.whole_numbers}
 """Readers of token columns that are not plain numbers."""
-
-
-def versions(spans: Any, length: int) -> NDArray[np.int64]:
-    """[T] version of each token from its spans; BadRow unless they cover the tokens one after the other."""
-    parts, end = [], 0
-    for span in spans if isinstance(spans, list) else [None]:
-        if not isinstance(span, dict) or any(type(span.get(name)) is not int for name in SPAN):
-            raise rows.BadRow("weight_versions must be a list of spans {version, start, end}")
-        version, start, stop = (span[name] for name in SPAN)
-        if start != end or not start <= stop <= length or abs(version) >= 2**63:
-            raise rows.BadRow("weight_versions must be spans that follow each other up to the last token")
-        end = stop
-        parts.append(np.full(stop - start, version, dtype=np.int64))
-    if end != length:
-        raise rows.BadRow(f"weight_versions end at token {end}, {LOG_MU} has {length} values")
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 SHOWS = frozenset({LOG_PI, LOG_MU})

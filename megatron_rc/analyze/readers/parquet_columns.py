@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import READ_TOKEN_COLUMNS, SEQUENCE_COLUMNS
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printable
-from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
+from megatron_rc.analyze.readers.rows import MAX_TEXT, BadRow, checked
 from megatron_rc.analyze.statistics.draws import columns_of
 from megatron_rc.analyze.statistics.residual import top_of
 
@@ -117,8 +117,11 @@ def _faults(table: pa.Table) -> dict[int, str]:
             for index in np.unique(rows):
                 faults.setdefault(int(index), "loss_mask must be true or false at every token")
     if _is_filled(table, VERSIONS):
-        for index in np.flatnonzero(~_versions_fit(table, lengths)):
-            faults.setdefault(int(index), f"{VERSIONS} must be spans that follow each other up to the last token")
+        for row, spans in enumerate(table[VERSIONS].to_pylist()):
+            try:
+                versions(spans, int(lengths[row]))
+            except BadRow:
+                faults.setdefault(row, f"{VERSIONS} must be spans that follow each other up to the last token")
     for name in _sequence_columns(table):
         if SEQUENCE_COLUMNS[name].kind == "text":
             for index in np.flatnonzero(np.asarray(pc.utf8_length(_decoded(table[name]))) > MAX_TEXT):
@@ -133,7 +136,8 @@ def _chunk(table: pa.Table) -> Chunk:
     if "loss_mask" in tokens:
         tokens["loss_mask"] = tokens["loss_mask"].astype(bool)
     if _is_filled(table, VERSIONS) and "version" not in tokens:
-        version, start, end = _spans(table[VERSIONS])
+        spans = pc.list_flatten(table[VERSIONS])
+        version, start, end = (values_of(pc.struct_field(spans, name)) for name in SPAN)
         tokens["version"] = np.repeat(version, end - start)
     sequences = {
         name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else values_of(table[name])
@@ -210,23 +214,17 @@ def _texts(column: pa.ChunkedArray) -> NDArray[Any]:
     return known[np.asarray(encoded.indices)]
 
 
-def _spans(column: pa.ChunkedArray) -> tuple[NDArray[Any], ...]:
-    """Version, start and end of every span, -1 for null."""
-    spans = pc.list_flatten(column)
-    return tuple(
-        np.asarray(pc.fill_null(pc.struct_field(spans, name).cast(pa.int64(), safe=False), -1)) for name in SPAN
-    )
-
-
-def _versions_fit(table: pa.Table, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[R] True where the spans of a row follow each other from its first token to its last."""
-    _, start, end = _spans(table[VERSIONS])
-    count = _lengths(table[VERSIONS])
-    row = np.repeat(np.arange(count.size), count)
-    before = np.concatenate([[0], end[:-1]]) if end.size else end
-    first = np.cumsum(count) - count
-    before[first[count > 0]] = 0
-    wrong = np.bincount(row, weights=(start != before) | (end < start), minlength=count.size) > 0
-    last = np.zeros(count.size, dtype=np.int64)
-    last[count > 0] = end[(np.cumsum(count) - 1)[count > 0]]
-    return ~wrong & (last == lengths)
+def versions(spans: Any, length: int) -> NDArray[np.int64]:
+    """[T] version of each token from its spans; BadRow unless they cover the tokens one after the other."""
+    parts, end = [], 0
+    for span in spans if isinstance(spans, list) else [None]:
+        if not isinstance(span, dict) or any(type(span.get(name)) is not int for name in SPAN):
+            raise BadRow("weight_versions must be a list of spans {version, start, end}")
+        version, start, stop = (span[name] for name in SPAN)
+        if start != end or not start <= stop <= length or abs(version) >= 2**63:
+            raise BadRow("weight_versions must be spans that follow each other up to the last token")
+        end = stop
+        parts.append(np.full(stop - start, version, dtype=np.int64))
+    if end != length:
+        raise BadRow(f"weight_versions end at token {end}, {LOG_MU} has {length} values")
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
