@@ -99,7 +99,7 @@ def _torch(file: Path) -> Content:
 
 def _json(file: Path) -> Content:
     try:
-        for line in islice(lines(file), FIRST_LINES):
+        for _, line in islice(lines(file), FIRST_LINES):
             try:
                 return Content("jsonl", frozenset(parsed(line)))
             except BadRow:

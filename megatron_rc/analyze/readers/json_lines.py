@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -20,18 +20,20 @@ CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """Codecs of pyarrow by the first bytes of a file."""
 
 
-def lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, empty ones included; UnreadableFile for a damaged stream or a line beyond MAX_LINE."""
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of the lines that are not blank; UnreadableFile for a damaged stream or a line beyond
+    MAX_LINE.
+    """
     try:
         with file.open("rb") as opened:
             head = opened.read(4)
             opened.seek(0)
             codec = next((codec for magic, codec in CODECS.items() if head.startswith(magic)), None)
-            if codec is None:
-                yield from _bounded_lines(opened, file)
-            else:
-                with pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) as stream:
-                    yield from _bounded_lines(cast(BinaryIO, stream), file)
+            whole = pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) if codec else opened
+            with whole as stream:
+                for number, line in enumerate(_bounded_lines(stream, file), 1):
+                    if line.strip():
+                        yield number, line
     except (OSError, pa.ArrowInvalid) as error:
         raise UnreadableFile(f"{file} cannot be read to its end: {first_line(error)}") from None
 
@@ -70,9 +72,4 @@ def read_rows(row_of: Callable[[dict[str, Any]], Row], group: Group, corrupt: Co
     def of_line(line: bytes) -> Row:
         return row_of(parsed(line))
 
-    def rows() -> Iterator[tuple[str, Callable[[], Row]]]:
-        for number, line in enumerate(lines(file), 1):
-            if line.strip():
-                yield f"{file}, line {number}", partial(of_line, line)
-
-    return packed(rows(), corrupt)
+    return packed(((f"{file}, line {number}", partial(of_line, line)) for number, line in lines(file)), corrupt)

@@ -96,9 +96,7 @@ def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> boo
     """Add the records of a file of annotations; False after one line for a file of episodes."""
     found = False
     try:
-        for number, line in enumerate(lines(path), 1):
-            if not line.strip():
-                continue
+        for number, line in lines(path):
             try:
                 record = parsed(line)
                 if "traces" in record and not found:
@@ -117,9 +115,7 @@ def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> boo
 
 
 def _rows(path: Path, notes: Annotations, corrupt: CorruptRows) -> Iterator[tuple[str, Callable[[], rows.Row]]]:
-    for number, line in enumerate(lines(path), 1):
-        if not line.strip():
-            continue
+    for number, line in lines(path):
         place = f"{path}, line {number}"
         try:
             episode = parsed(line)
