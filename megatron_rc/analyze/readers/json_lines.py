@@ -1,10 +1,11 @@
 """Files with one JSON object per line, plain or compressed with gzip or Zstandard."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -25,33 +26,20 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
     MAX_LINE.
     """
     try:
-        with file.open("rb") as opened:
+        with file.open("rb", buffering=0) as opened:
             head = opened.read(4)
             opened.seek(0)
             codec = next((codec for magic, codec in CODECS.items() if head.startswith(magic)), None)
-            whole = pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) if codec else opened
-            with whole as stream:
-                for number, line in enumerate(_bounded_lines(stream, file), 1):
+            stream = pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) if codec else opened
+            with io.BufferedReader(cast(io.RawIOBase, stream), BLOCK) as whole:
+                for number, line in enumerate(iter(partial(whole.readline, MAX_LINE + 1), b""), 1):
+                    if len(line) > MAX_LINE:
+                        limit = f"{MAX_LINE >> 20} MiB"
+                        raise UnreadableFile(f"{file} has a line of more than {limit}; a row of a dump is shorter")
                     if line.strip():
                         yield number, line
     except (OSError, pa.ArrowInvalid) as error:
         raise UnreadableFile(f"{file} cannot be read to its end: {first_line(error)}") from None
-
-
-def _bounded_lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
-    waiting: list[bytes] = []
-    size = 0
-    while block := stream.read(BLOCK):
-        first, *others = block.split(b"\n")
-        waiting.append(first)
-        size += len(first)
-        for line in others:
-            yield b"".join(waiting)
-            waiting, size = [line], len(line)
-        if size > MAX_LINE:
-            raise UnreadableFile(f"{file} has a line of more than {MAX_LINE >> 20} MiB; a row of a dump is shorter")
-    if size:
-        yield b"".join(waiting)
 
 
 def parsed(line: bytes) -> dict[str, Any]:
