@@ -32,8 +32,14 @@ def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
 
 
 def card(title: str, unit: str, inside: str, sentence: str) -> str:
-    """A panel: HTML under a heading, and HTML of what it means."""
-    return f"<article><h2>{escape(title)} <small>{escape(unit)}</small></h2>{inside}<p>{sentence}</p></article>"
+    """A panel: HTML under a heading, and HTML of what it means; a unit and a meaning may be missing."""
+    small = f" <small>{escape(unit)}</small>" if unit else ""
+    return f"<article><h2>{escape(title)}{small}</h2>{inside}{f'<p>{sentence}</p>' if sentence else ''}</article>"
+
+
+def folded(title: str, inside: str, *, opened: bool = False) -> str:
+    """HTML that a click on its title opens or closes."""
+    return f"<details{' open' * opened}><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def legend(names: Iterable[str], colours: Sequence[str] = SERIES) -> str:
@@ -53,7 +59,7 @@ def details(title: str, rows: Mapping[str, Any], opened: bool = False) -> str:
     if not rows:
         return ""
     body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(plain(v))}</td></tr>" for k, v in rows.items())
-    return f"<details{' open' * opened}><summary>{escape(title)}</summary><table>{body}</table></details>"
+    return folded(title, f"<table>{body}</table>", opened=opened)
 
 
 def without_folder(text: str) -> str:

@@ -8,12 +8,12 @@ from megatron_rc.analyze.columns import meaning
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.headline import excluded, headline
-from megatron_rc.analyze.pages.card import Cell, card, folded, table
+from megatron_rc.analyze.pages.card import Cell, card, table
 from megatron_rc.analyze.rules.rule import DOUBTS, Level, Page, Verdict
 from megatron_rc.analyze.statistics.honesty import Honesty
 from megatron_rc.analyze.statistics.significance import Test
 from megatron_rc.analyze.statistics.what_if import Missing, WhatIf
-from megatron_rc.drawing.frame import without_folder
+from megatron_rc.drawing.frame import folded, without_folder
 
 MOST_PANELS = 64
 """Rows of the honesty panel by step or by server; where there are more, those with the largest |z| are shown."""

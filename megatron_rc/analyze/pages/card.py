@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
+from megatron_rc.drawing import frame
+
 STYLE = (resources.files("megatron_rc.analyze.pages") / "card.css").read_text(encoding="utf-8")
 
 
@@ -29,12 +31,9 @@ def card(
     legend: Sequence[tuple[str, str]] = (),
 ) -> str:
     """HTML of a card: ``inside`` is HTML, all else plain text; ``legend`` has the class of a colour and its text."""
-    small = f" <small>{escape(unit)}</small>" if unit else ""
-    shown = "".join(f'<span><i class="{kind}"></i>{escape(text)}</span>' for kind, text in legend)
-    shown = f'<div class="legend">{shown}</div>' if shown else ""
-    ending = f" <em>Healthy: {escape(healthy)}</em>" if healthy else ""
-    sentence = f"<p>{escape(meaning)}{ending}</p>" if meaning else ""
-    return f"<article><h2>{escape(title)}{small}</h2>{inside}{shown}{sentence}</article>"
+    shown = frame.legend([text for _, text in legend], [kind for kind, _ in legend]) if legend else ""
+    ending = f" <em>Healthy: {escape(healthy)}</em>" if meaning and healthy else ""
+    return frame.card(title, unit, inside + shown, escape(meaning) + ending)
 
 
 def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = (), stacked: bool = False) -> str:
@@ -47,11 +46,6 @@ def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = (), sta
     )
     kind = ' class="stacked"' if stacked else ""
     return f'<div class="scroll"><table{kind}>{top}<tbody>{body}</tbody></table></div>'
-
-
-def folded(title: str, inside: str, *, opened: bool = False) -> str:
-    """HTML that a click on its title opens or closes."""
-    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def _cell(cell: str | Cell) -> str:
