@@ -39,14 +39,11 @@ def probability(p: float | None) -> str:
     return "p < 1e-99" if p < 1e-99 else f"p {p:.1g}" if p < 0.01 else f"p {p:.2f}"
 
 
-def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} % of k3"
-
-
 def support(verdict: Verdict) -> str:
     """What a verdict rests on, such as "p < 1e-99, 76 % of k3"."""
-    parts = [probability(verdict.p)] if verdict.p is not None else []
-    return ", ".join([*parts, *filter(None, [share(verdict.share)])])
+    parts = [] if verdict.p is None else [probability(verdict.p)]
+    parts += [] if verdict.share is None else [f"{100 * verdict.share:.0f} % of k3"]
+    return ", ".join(parts)
 
 
 def price(evidence: Evidence, verdict: Verdict) -> str:
