@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +63,18 @@ def holds(server: FaultySglang, seed: int) -> bool:
     return all(torch.equal(server.weights[name], tensor) for name, tensor in weights_of(seed).items())
 
 
-def started(
-    stack: ExitStack, transport: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None,
-    updated: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    """(job, server, ...), which end with ``stack``; ``updated``: after a first update, of version 1."""
-    servers = [stack.enter_context(FaultySglang(info=info)) for _ in range(count)]
-    job = Job([server.url for server in servers], transport, folder, **options)
-    stack.callback(job.pool.close)
-    stack.callback(job.sync.close)
-    if updated:
-        job.update(1, version=1)
-    return job, *servers
-
-
 @pytest.fixture
 def start() -> Iterator[Any]:
-    """`started`, for the length of a test that imports this fixture."""
+    """Starts (job, server, ...), which end with the test; ``updated``: after a first update, of version 1."""
     with ExitStack() as stack:
-        yield partial(started, stack)
+
+        def started(transport: str, folder: Path, count: int = 2, info: Any = None, updated: bool = False) -> Any:
+            servers = [stack.enter_context(FaultySglang(info=info)) for _ in range(count)]
+            job = Job([server.url for server in servers], transport, folder)
+            stack.callback(job.pool.close)
+            stack.callback(job.sync.close)
+            if updated:
+                job.update(1, version=1)
+            return job, *servers
+
+        yield started
