@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_420, "triton_kernels": 3_141, "tests": 42_661, "benchmarks": 7_062, "": 98_137}
+LINES = {"megatron_rc": 44_127, "triton_kernels": 3_141, "tests": 42_379, "benchmarks": 7_090, "": 97_593}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_850
