@@ -75,7 +75,7 @@ def arms(frame: pd.DataFrame) -> Any:
                 axes.plot(10 * np.arange(exact.size), values, color=COLOURS[method], lw=0.7, alpha=0.45)
             axes.plot(10 * np.arange(exact.size), _mean(rows), color=COLOURS[method], lw=2.2)
             axes.plot(10 * np.arange(exact.size), exact, color=SOFT, lw=1.2, ls="--")
-            title = f"{LABELS.get(method, method)}: {counted(rows, 'failed')} failed"
+            title = f"{LABELS.get(method, method)}\n{counted(rows, 'failed')} failed"
             axes.set_title(title, fontsize=9.5, color=INK, loc="left")
             axes.set_ylim(0, 1)
         line[0].set_ylabel(words, color=INK, fontsize=9.5)

@@ -169,7 +169,7 @@ def evidence(frame: pd.DataFrame) -> Iterator[str]:
     yield "## What the clip stops"
     yield _clips(frame)
     yield "## Fresh rollouts of a bf16 sampler"
-    yield "`quickstart` of `launch/recipes/methods.yaml`: k3 is 1e-5, and the whole gap is rounding."
+    yield "`quickstart` of `launch/recipes/methods.yaml` at commit e68b32c0: k3 is 1e-5, and the whole gap is rounding."
     yield ranking(frame, "quickstart")
     yield "## Learning rates"
     yield _rates(frame)

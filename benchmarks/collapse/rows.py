@@ -81,15 +81,23 @@ class Row:
 def add(rows: Iterable[Row], file: Path = FILE) -> int:
     """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are.
 
-    What only a whole dump tells stays known where the run was made again without one.
+    What only a whole dump tells stays known where the run was made again without one. A row without entropy, which
+    older runs did not measure, makes way for a whole one of the same task, run and seed, whatever its warm-up.
     """
     known = {row.key: row for row in (read_csv(Row, file) if file.exists() else [])}
     for row in rows:
         before = known.get(row.key, row)
         kept = {name: getattr(before, name) for name in ("outside", "persistence") if math.isnan(getattr(row, name))}
         known[row.key] = dataclasses.replace(row, **kept)
-    write_csv(Row, [known[key] for key in sorted(known)], file, digits=4)
-    return len(known)
+    whole = {row.key[:3] for row in known.values() if not math.isnan(row.entropy)}
+    stay = [row for _, row in sorted(known.items()) if not math.isnan(row.entropy) or row.key[:3] not in whole]
+    write_csv(Row, stay, file, digits=4)
+    return len(stay)
+
+
+def whole(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that have every column."""
+    return frame[frame.entropy.notna()]
 
 
 def load(file: Path = FILE) -> pd.DataFrame:

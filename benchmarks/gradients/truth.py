@@ -4,9 +4,9 @@
     python benchmarks/gradients/truth.py                           # print the tables of the committed rows
     python benchmarks/gradients/truth.py --docs                    # write docs/gradients.md, with the picture
 
-The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
-fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
-16 updates old, of the younger ones it keeps, or of the trainer's with noise or rounded. All have the same prompts.
+The run is the cell lag-16, none of launch/recipes/collapse/mechanism.yaml. At a checkpoint, the exact gradient g* comes
+from fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples
+from, 16 updates old, of the younger ones it keeps, or of the trainer's with noise or rounded. All share the prompts.
 benchmarks/gradients/ says how bias, variance and the terms of the SGA lemma are estimated.
 """
 
@@ -32,8 +32,8 @@ PAGE = ROOT / "docs/gradients.md"
 TABLES = "## Checkpoints\n\n"
 """Heading of the page from which on it is printed."""
 PICTURE = ROOT / "docs/images/gradients.png"
-RECIPE = ROOT / "launch/recipes/methods.yaml"
-CELL = {"setting": ["stale-16"], "method": ["none"]}
+RECIPE = ROOT / "launch/recipes/collapse/mechanism.yaml"
+CELL = {"gap": ["lag-16"], "method": ["none"]}
 STEPS: dict[int, tuple[int | str | None, ...]] = {
     20: (None,), 40: (None, 4, "fixed noise 0.2", "fixed noise 0.4", "int8", "int4-128"), 80: (None,)
 }  # fmt: skip
