@@ -41,7 +41,6 @@ def toy(peers: Peers = NOBODY) -> dict[str, Case]:
 @pytest.mark.parametrize(
     "name",
     [
-        "correct, 4,096 tokens",
         "policy_loss, 4,096 tokens",
         "head, 24 x 256 of 8 (TP 1), 50 % masked",
         "cross entropy, 24 x 256 of 8 (TP 1)",
@@ -54,7 +53,7 @@ def test_a_case_is_right_and_counts_what_the_page_says(meter: Meter, name: str) 
     (line,) = [line for line in report.counted({"rows": {name: row}}).splitlines() if line.startswith(f"| {name}")]
     assert line in (ROOT / "docs/performance.md").read_text()
     amount = sum(value for what, value in row["providers"][OURS].items() if what.endswith("_bytes"))
-    assert "bytes" not in row or 1 <= amount / sum(row["bytes"].values()) <= 1.13
+    assert "bytes" not in row or 1 <= amount / sum(row["bytes"].values()) <= 1.12
 
 
 @pytest.mark.full

@@ -48,6 +48,22 @@ def analyze(*arguments: str | Path) -> Ended:
     return run("analyze", "--no-html", *arguments)
 
 
+NO_LISTS = pa.array([], pa.list_(pa.float64()))
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "no rows": {"old_logprobs": NO_LISTS, "rollout_logprobs": NO_LISTS, "step": None},
+    "texts": {"old_logprobs": [["a"] * LENGTH] * RESPONSES},
+    "no lists": {"old_logprobs": [1.0] * RESPONSES, "rollout_logprobs": [1.0] * RESPONSES},
+    "only NaN": {"old_logprobs": [[float("nan")] * LENGTH] * RESPONSES},
+    "other lengths": {"old_logprobs": [[-1.0] * (LENGTH - 1)] * RESPONSES},
+    "one side": {"rollout_logprobs": None},
+}
+
+
+@pytest.mark.parametrize("changes", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path) -> None:
+    assert (ended := analyze(dump(tmp_path, **changes))).is_refusal(), ended
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,6 +81,24 @@ def test_a_wrong_option_is_one_sentence_before_the_dump_is_read(options: tuple[s
 def test_a_condition_that_the_dump_cannot_answer_is_one_sentence(tmp_path: Path) -> None:
     ended = analyze(dump(tmp_path), "--require", "z_W<4", "--require-format", "junit")
     assert ended.is_refusal("needs the column entropy"), ended
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": [None] * RESPONSES},
+        {"step": ["a"] * RESPONSES},
+        {"step": [float("nan")] * RESPONSES},
+        {"step": list(range(RESPONSES)), "reward": [float("nan")] * RESPONSES},
+        {"entropy": [[float("nan")] * LENGTH] * RESPONSES},
+        {"entropy": [1.0] * RESPONSES},
+        {"server": ["<script>\x1b[31m"] * RESPONSES},
+        {"reward": ["good"] * RESPONSES},
+    ],
+)
+def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path, **changes))
+    assert ended.is_refusal() or (ended.status == 0 and ended.stdout and "\x1b[31m" not in ended.stdout), ended
 
 
 def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path) -> None:
@@ -111,14 +145,19 @@ def test_a_mask_of_zeros_and_probabilities_in_place_of_logs_are_called_that(tmp_
     assert f"{RESPONSES} with log-probs above 0 (are they probabilities, or -log p?)" in positive.stderr
 
 
+def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path), "--require", "k3<1e-9, k3<1", "--require-format", "junit")
+    suite = ElementTree.fromstring(ended.stdout)
+    assert (ended.status, suite.get("tests"), suite.get("failures")) == (ExitStatus.WRONG, "2", "1")
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["k3<1e-9"]
+
+
 def test_annotations_stay_on_one_line_whatever_they_say() -> None:
     outcome = Outcome("RC2=none", False, "100 %\n::error::planted\r<a&b>\x00\x1b")
     (line,) = output.github([outcome]).splitlines()
     assert line.startswith("::error title=megatron-rc analyze::100 %25%0A::error::planted%0D")
-    suite = ElementTree.fromstring(output.junit([Outcome("k3<1", True, "k3 is 0"), outcome]))
-    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
-    (failed,) = (case for case in suite if case.find("failure") is not None)
-    assert failed.get("name") == "RC2=none" and "<a&b>" in str(failed.find("failure").get("message"))
+    failure = ElementTree.fromstring(output.junit([outcome])).find("testcase/failure")
+    assert "<a&b>" in str(failure.get("message"))
 
 
 @pytest.mark.parametrize(("source", "options"), [(None, []), (HOST_DUMPS / "miles", ["--no-what-if", "--json"])])

@@ -20,11 +20,15 @@ from megatron_rc.analyze.rules.rule import Level
 from megatron_rc.analyze.statistics import displacement, growth
 from megatron_rc.analyze.statistics.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.statistics.growth import GrowthSums
-from megatron_rc.analyze.statistics.profile import ProfileSums, explained_by_means, gamma_deviate
+from megatron_rc.analyze.statistics.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
 from megatron_rc.analyze.statistics.reservoir import MAX_TOKENS, Reservoir
 from megatron_rc.analyze.statistics.sign_flips import sign_flip_test
 from megatron_rc.analyze.statistics.significance import Test, holm, normal_p, self_normalised
 from megatron_rc.analyze.statistics.tail import TailSums, pareto_shape
+
+
+def size(chunk: Chunk) -> np.ndarray:
+    return np.abs(chunk.log_ratio)
 
 
 @pytest.mark.parametrize("shape", [0.2, 0.5, 0.9])
@@ -50,12 +54,19 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
     chunk = loss_tokens(one_stale_server(world(1, sequences=32)))
     sums = ProfileSums(FACTORS["server"])
     sums.add(chunk)
-    values, servers = np.abs(chunk.log_ratio), chunk.per_token("server")
+    values, servers = size(chunk), chunk.per_token("server")
     means = {name: values[servers == name].mean() for name in set(servers.tolist())}
     within = sum(((values[servers == name] - mean) ** 2).sum() for name, mean in means.items())
     whole = ((values - values.mean()) ** 2).sum()
     expected = 1 - within / (values.size - len(means)) / (whole / values.size) * (1 - 0 / values.size)
     assert sums.profile().explained == pytest.approx(expected, rel=0.01)
+
+
+def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
+    permutations = (Permutations(loss_tokens(small_honest(seed))) for seed in range(200))
+    p_values = [each.test("position", FACTORS["position"]).p for each in permutations]
+    distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
+    assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.03])

@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_127, "triton_kernels": 3_141, "tests": 42_379, "benchmarks": 7_090, "": 97_593}
+LINES = {"megatron_rc": 44_247, "triton_kernels": 3_141, "tests": 42_615, "benchmarks": 7_080, "": 97_937}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_850

@@ -1,10 +1,12 @@
-"""Torch files are read without torch, and run nothing."""
+"""Torch files are read without torch and run nothing, and a large one takes little work per sample."""
 
 import io
 import os
 import pickle
 import re
 import struct
+import sys
+import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -13,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_batches import HOST_DUMPS
+from host_batches import HOST_DUMPS, TRUTH
 from refusals import refuses
 
-from megatron_rc.analyze.readers import open_dump, torch_file, verl
+from megatron_rc.analyze.readers import open_dump, torch_file, torch_pickle, verl
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
 from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, value_of
 from megatron_rc.analyze.readers.torch_pickle import Tensor
@@ -45,7 +47,8 @@ class Description(pickle.Pickler):
 
 class Persistent:
     def __init__(self, storage: Any, size: Any, key: Any = "10") -> None:
-        self.pid = ("storage", storage, key, "cpu", size)
+        # each tensor of torch.save has a text of its own
+        self.pid = ("storage", storage, "".join(key) if isinstance(key, str) else key, "cpu", size)
 
 
 class Rebuilt:
@@ -161,9 +164,13 @@ def test_hand_written_pickles_run_nothing(pickled: bytes, tmp_path: Path, monkey
     ],
 )
 def test_a_tensor_outside_of_its_storage_is_refused(value: Any, tmp_path: Path):
-    path = zipped(tmp_path, described([value]), s10=bytes(40))
-    with pytest.raises(UnreadableFile, match="damaged: UnpicklingError: a (tensor|storage) (is|has)"):
-        TorchFile(path).load()
+    # the arguments of a later tensor are read in one step
+    later = Rebuilt(*value.arguments, False, OrderedDict(), state=value.state)
+    first = Rebuilt(Persistent(torch.FloatStorage, 10), 0, (3,), (4,), False, OrderedDict())
+    for values in ([value], [first, *([] for _ in range(256)), later]):
+        path = zipped(tmp_path, described(values), s10=bytes(40))
+        with pytest.raises(UnreadableFile, match="damaged: UnpicklingError: a (tensor|storage) (is|has)"):
+            TorchFile(path).load()
 
 
 @pytest.mark.parametrize("what", ["empty", "text", "a later version of zip", "cut off"])
@@ -192,22 +199,46 @@ def test_a_zip_bomb_is_refused_before_a_byte_of_it_is_decompressed(tmp_path: Pat
     refuses(r"entry 'archive/data.pkl' is compressed; torch.save compresses none", open_dump, path)
 
 
+def shared_tuples(depth: int) -> Any:
+    bomb: Any = ()
+    for _ in range(depth):
+        bomb = (bomb, bomb)
+    return bomb
+
+
 @pytest.mark.parametrize(
     ("pickled", "sentence"),
     [
+        # hashed item by item: 2^26 steps are seconds, and each level more doubles them
+        (described({shared_tuples(26): 1}), "a key of a dictionary is neither a number nor a text"),
+        (described({"x": {1: {shared_tuples(26)}}}), "asks for"),
+        (pickle.dumps({shared_tuples(26)}, 4), "a key of a dictionary is neither a number nor a text"),
+        (pickle.dumps([frozenset([(1, 2)])], 4), "a key of a dictionary is neither a number nor a text"),
+        # the memo of the unpickler in C is allocated up to its largest index
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "must hold"),
         (b"\x80\x02" + b"N" * 100_000 + b".", "data.pkl has 100003 bytes, at most 100000"),
+        (b"\x80\x02" + b"N0" * 30_000 + b".", "it has more than 50000 instructions"),
+        (b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".", "data.pkl is damaged: KeyError: 139"),
+        (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "data.pkl is damaged: KeyError: 150"),
+        (b"\x80\x02]q\x00ccollections\nOrderedDict\nq\x01((NNtq\x02tR.", "data.pkl is damaged: TypeError"),
         (described(Rebuilt(Persistent(torch.FloatStorage, 1), 0, (1,) * 65, (1,) * 65)), "a shape that is no shape"),
-        (b"\x80\x02(K", "data.pkl is damaged: UnpicklingError: pickle data was truncated"),
+        (b"\x80\x02(K", "data.pkl is damaged: EOFError"),
     ],
-    ids=["size", "shape", "cut"],
-)
-def test_a_pickle_that_torch_does_not_write_is_refused(
+    ids=[
+        "key", "item of a set", "protocol 4", "frozen set", "memo", "size", "steps", "number", "bytes", "OrderedDict",
+        "shape", "cut",
+    ],
+)  # fmt: skip
+def test_a_pickle_that_would_cost_without_end_is_refused_at_once(
     pickled: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(torch_pickle, "MAX_INSTRUCTIONS", 50_000)
     monkeypatch.setattr(torch_file, "MAX_PICKLE", 100_000)
     path = zipped(tmp_path, pickled, s10=bytes(4))
+    begun = time.process_time()
     with pytest.raises(UnreadableFile, match=rf"{re.escape(str(path))}.*{sentence}"):
         list(verl.read((path,), CorruptRows()))
+    assert time.process_time() - begun < 1
 
 
 def test_lists_that_share_their_items_are_refused_unread(tmp_path: Path):
@@ -232,3 +263,44 @@ def test_a_damaged_byte_is_noticed(tmp_path: Path):
     chunks = list(dump.chunks())
     assert sum(chunk.num_sequences for chunk in chunks) == 5
     assert dump.corrupt.count == 1 and "'3/data/4' is damaged: its checksum is wrong" in dump.corrupt.first[0]
+
+
+def train_data(path: Path, samples: int) -> Path:
+    """The train data that slime wrote of six samples, as if these had come again and again, with two tensors more."""
+    saved = torch.load(HOST_DUMPS / "slime/train_data/3.pt")
+    six = [sample | {name: sample["log_probs"] for name in ("returns", "values")} for sample in saved["samples"]]
+    own = ({name: torch.clone(v) if torch.is_tensor(v) else v for name, v in s.items()} for s in six * (samples // 6))
+    torch.save(saved | {"samples": list(own)}, path)
+    return path
+
+
+def calls(path: Path) -> int:
+    """Calls of functions, in Python and in C, while a dump is read."""
+    count = 0
+
+    def counted(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        list(open_dump(path).chunks())
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_per_sample_is_little_and_does_not_grow_with_the_file(tmp_path: Path):
+    small, middle, large = (calls(train_data(tmp_path / "3.pt", samples)) for samples in (120, 240, 480))
+    assert large - middle == pytest.approx(2 * (middle - small), rel=0.01)
+    assert (large - middle) / 240 < 1000, "an instruction of its own for each part of a tensor takes 2800 calls"
+
+
+@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.full)])
+def test_26_000_samples_are_within_the_limit(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_pickle, "MAX_INSTRUCTIONS", torch_pickle.MAX_INSTRUCTIONS // share)
+    samples = 26_000 // share // 6 * 6
+    (chunk,) = open_dump(train_data(tmp_path / "3.pt", samples)).chunks()
+    assert chunk.num_sequences == samples
+    six = [response["old"] for response in TRUTH]
+    assert chunk.log_pi.tolist() == pytest.approx([value for row in six * (samples // 6) for value in row])
