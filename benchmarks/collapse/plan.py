@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 from statsmodels.stats.power import TTestPower
 
-from collapse.rows import TUNING, task_of, whole
+from collapse.rows import TUNING, task_of
 from megatron_rc import schema
 from megatron_rc.jobs import grid
 from megatron_rc.jobs.describe import table
@@ -35,7 +35,7 @@ def left(frame: pd.DataFrame, recipes: Path) -> dict[Path, list[grid.Cell]]:
 def table_of(frame: pd.DataFrame, recipes: Path) -> str:
     """Markdown: a line per recipe with runs left."""
     lines = []
-    for recipe, cells in left(whole(frame), recipes).items():
+    for recipe, cells in left(frame[frame.whole], recipes).items():
         seconds = frame[frame.task == task_of(grid.load(recipe))].seconds.median()
         seeds = int(pd.Series([cell.folder.parent.name for cell in cells]).value_counts().median())
         hours = f"{sum(cell.steps for cell in cells) / 120 * seconds / 3600:.1f}"
@@ -59,7 +59,7 @@ def write_left(frame: pd.DataFrame, recipes: Path, folder: Path) -> list[Path]:
     for recipe in recipes.glob("*.yaml"):
         (folder / recipe.name).unlink(missing_ok=True)
     files = []
-    for recipe, unfinished in left(whole(frame), recipes).items():
+    for recipe, unfinished in left(frame[frame.whole], recipes).items():
         seeds: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for cell in unfinished:
             seeds.setdefault(tuple(cell.choices.items()), []).append(cell.seed)

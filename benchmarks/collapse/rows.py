@@ -77,32 +77,32 @@ class Row:
     def key(self) -> tuple[str, str, int, str]:
         return self.task, self.run, self.seed, self.warm
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has entropy, which older runs did not measure."""
+        return not math.isnan(self.entropy)
+
 
 def add(rows: Iterable[Row], file: Path = FILE) -> int:
     """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are.
 
-    What only a whole dump tells stays known where the run was made again without one. A row without entropy, which
-    older runs did not measure, makes way for a whole one of the same task, run and seed, whatever its warm-up.
+    What only a whole dump tells stays known where the run was made again without one. A row that is not whole
+    makes way for a whole one of the same task, run and seed, whatever its warm-up.
     """
     known = {row.key: row for row in (read_csv(Row, file) if file.exists() else [])}
     for row in rows:
         before = known.get(row.key, row)
         kept = {name: getattr(before, name) for name in ("outside", "persistence") if math.isnan(getattr(row, name))}
         known[row.key] = dataclasses.replace(row, **kept)
-    whole = {row.key[:3] for row in known.values() if not math.isnan(row.entropy)}
-    stay = [row for _, row in sorted(known.items()) if not math.isnan(row.entropy) or row.key[:3] not in whole]
+    made = {row.key[:3] for row in known.values() if row.whole}
+    stay = [row for _, row in sorted(known.items()) if row.whole or row.key[:3] not in made]
     write_csv(Row, stay, file, digits=4)
     return len(stay)
 
 
-def whole(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that have every column."""
-    return frame[frame.entropy.notna()]
-
-
 def load(file: Path = FILE) -> pd.DataFrame:
     """All rows; `failed`: whether a run ends below 70 % of the exact one of its seed and warm-up, or of its seed."""
-    frame = pd.DataFrame([dataclasses.asdict(row) for row in read_csv(Row, file)])
+    frame = pd.DataFrame([dataclasses.asdict(row) | {"whole": row.whole} for row in read_csv(Row, file)])
     exact = frame[frame.run.str.fullmatch(r"exact-none-lr-3e-4-plain(-live)?")]
     own, nearest = (exact.groupby(keys).final.mean() for keys in (["task", "seed", "warm"], ["task", "seed"]))
     keys = zip(frame.task, frame.seed, frame.warm, strict=True)

@@ -154,7 +154,7 @@ def test_a_run_becomes_one_row_and_reading_again_replaces_it(tmp_path: Path) -> 
 
 
 def test_the_plan_lists_runs_without_a_row(tmp_path: Path) -> None:
-    made = FRAME.assign(entropy=1.0)
+    made = FRAME.assign(whole=True)
     frame = made[made.run != full_name("fixed-0.1-no-clip")]
     (file,) = plan.write_left(frame, RECIPES, tmp_path)
     assert file.name == "clip.yaml" and len(grids.cells(grids.load(file))) == 5

@@ -2,7 +2,7 @@
 
 benchmarks/real/sampled.py made most of the second folder. benchmarks/real/dumps.py of commit e68b32c0 made the first
 one, from steps of each row of gap.yaml, and those of the second that are parts of steps.yaml. Limits were found on one
-half; those called aside were judged once the limits were committed, so none is made anew.
+half of the dumps. The other half, called aside, was judged after the limits were committed, so no dump may be replaced.
 
 Injected into log mu: "sentinel" is -9999.0 for 2 % of the tokens, "zeros" 0.0 for 5 %, "not a number" NaN for 0.2 %,
 "paired wrongly" the log-probs of the next response.

@@ -35,7 +35,7 @@ HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
 """nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
 
 PARTS = {"step": math.inf, "server": math.inf, "task": MOST_PARTS, "temperature": MOST_PARTS}
-"""Columns by whose values the honesty tests are also run, if they have at most so many."""
+"""Maps each column by whose values the honesty tests also run to the most values that it may have for that."""
 
 _DAMAGE = {
     "nan": "NaN log-probs",

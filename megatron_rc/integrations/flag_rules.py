@@ -15,7 +15,7 @@ combination that nobody tested. note: worth knowing, or not decidable."""
 class FlagRule:
     """A mistake that the arguments of a training script show: doctor finds it beforehand, a patch refuses it.
 
-    ``args.patched`` is true where the host is patched: a patch mends some mistakes, and some flags break a patch.
+    ``args.patched`` is true in a patched run: the patch repairs some mistakes of the host, and some flags break it.
     """
 
     name: str

@@ -14,6 +14,7 @@ from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.pages.html import framed
 from megatron_rc.analyze.report_text import sentence, size_lines
 from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.statistics.noise import MOST_PARTS
 
 
 def of_task(chunk: Chunk, task: str, **columns: np.ndarray) -> Chunk:
@@ -84,11 +85,12 @@ def test_a_page_names_the_part_that_it_judges_and_no_folder(mixed: Chunk, tmp_pa
     assert ".../dump.parquet task=openai/code" in page and str(tmp_path) not in page
 
 
-def test_a_column_with_a_task_for_each_prompt_tells_no_tasks_apart(mixed: Chunk) -> None:
-    for tasks, told in ((20, 20), (21, 0)):
-        names = np.char.add("task ", (np.arange(mixed.num_sequences) % tasks).astype(str))
-        evidence = diagnosed(replace(mixed, sequences={**mixed.sequences, "task": names})).evidence
-        assert len(evidence.parts["task"]) == told and ("mixed" in dict(size_lines(evidence))) == bool(told)
+@pytest.mark.parametrize(("tasks", "panels"), [(MOST_PARTS, MOST_PARTS), (MOST_PARTS + 1, 0)])
+def test_the_honesty_tests_run_by_task_unless_there_are_too_many_tasks(mixed: Chunk, tasks: int, panels: int) -> None:
+    names = np.char.add("task ", (np.arange(mixed.num_sequences) % tasks).astype(str))
+    evidence = diagnosed(replace(mixed, sequences={**mixed.sequences, "task": names})).evidence
+    assert len(evidence.parts["task"]) == panels
+    assert ("mixed" in dict(size_lines(evidence))) == (panels > 0)
 
 
 def test_names_of_tasks_are_not_shared(mixed: Chunk, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ SOURCES = {"MEGATRON_LM_DIR": (LM, TRAINING), "SLIME_DIR": ("slime",), "MILES_DI
 @pytest.mark.parametrize("variable", SOURCES)
 def test_the_flags_of_the_traps_exist_in_the_host(variable: str) -> None:
     if variable not in os.environ:
-        pytest.skip(f"{variable} does not name a checkout")
+        pytest.skip(f"needs {variable}, the folder of a checkout")
     folder = Path(os.environ[variable])
     files = [path for part in ("argument", "config") for path in folder.rglob(f"*{part}*.py")]
     text = "".join(path.read_text() for path in files)

@@ -24,7 +24,7 @@ EDGES = np.array([0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]
 FEWEST = 100
 """Unsure tokens that each side of a comparison needs, and that the noise at the typical token needs."""
 MOST_PARTS = 20
-"""Most values of a column such as task that are told apart. With more, too few tokens would remain for each of them."""
+"""Limit on the values of a column such as task: with more of them, each would have too few tokens to compare."""
 NORMAL_MEDIAN = NormalDist().inv_cdf(0.75)
 """Median of |x| of a standard normal law."""
 

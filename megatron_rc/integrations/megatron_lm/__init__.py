@@ -1,8 +1,8 @@
 """The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository.
 
-`SYMBOLS` lists the replacements and what each does. `prepare_data_for_update` corrects a rollout batch once, after the
-host has padded and packed the sampler's log-probs and computed the old ones. It puts the weights where the host keeps
-the rollout log-probs: there `calculate_grpo_loss` finds them in every micro-batch.
+`SYMBOLS` lists the functions that are replaced, and says what each replacement does. That of `prepare_data_for_update`
+corrects each rollout batch once, after the host has padded and packed the sampler's log-probs and computed the old
+ones. It puts the weights where the host keeps the rollout log-probs: `calculate_grpo_loss` finds them there.
 """
 
 from megatron_rc import versions
