@@ -169,8 +169,8 @@ def evidence(frame: pd.DataFrame) -> Iterator[str]:
     yield "## What the clip stops"
     yield _clips(frame)
     yield "## Fresh rollouts of a bf16 sampler"
-    yield "`quickstart` of `launch/recipes/methods.yaml` at commit e68b32c0: k3 is 1e-5, and the whole gap is rounding."
-    yield ranking(frame, "quickstart")
+    yield f"The whole gap is rounding: k3 is {k3(frame, 'bf16-sampler'):.0e}."
+    yield ranking(frame, "bf16-sampler")
     yield "## Learning rates"
     yield _rates(frame)
     yield "## Which signal moves first"

@@ -45,7 +45,7 @@ class LabRange(NamedTuple):
         return tuple(out)
 
 
-LAB = LabRange(depth=4.4, length=(6.7, 7.2), vocabulary=16)
+LAB = LabRange(depth=4.5, length=(6.7, 7.2), vocabulary=16)
 """Ranges over benchmarks/collapse/runs.csv, rounded outwards: arms with a correction and without controls, with five
 seeds or more, learning rates up to 3e-4 and no failed run. A run that fails widens its own gap, runs without a
 correction reach farther, and a correction under which some seeds of an arm fail does not hold."""
