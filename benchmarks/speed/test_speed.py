@@ -39,21 +39,22 @@ def toy(peers: Peers = NOBODY) -> dict[str, Case]:
 
 @pytest.mark.usefixtures("no_debug_checks")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "most"),
     [
-        "policy_loss, 4,096 tokens",
-        "head, 24 x 256 of 8 (TP 1), 50 % masked",
-        "cross entropy, 24 x 256 of 8 (TP 1)",
-        "log-probs: 8 x 1,024 (TP 1)",
+        ("correct, 4,096 tokens", 1.13),
+        ("policy_loss, 4,096 tokens", 1.12),
+        ("head, 24 x 256 of 8 (TP 1), 50 % masked", 1.12),
+        ("cross entropy, 24 x 256 of 8 (TP 1)", 1.12),
+        ("log-probs: 8 x 1,024 (TP 1)", 1.12),
     ],
 )
-def test_a_case_is_right_and_counts_what_the_page_says(meter: Meter, name: str) -> None:
+def test_a_case_is_right_and_counts_what_the_page_says(meter: Meter, name: str, most: float) -> None:
     row = run.row_of(toy(some_peers())[name], meter)
     assert report.wrong({"rows": {name: row}}) == [] and len(row["providers"]) > 1
     (line,) = [line for line in report.counted({"rows": {name: row}}).splitlines() if line.startswith(f"| {name}")]
     assert line in (ROOT / "docs/performance.md").read_text()
     amount = sum(value for what, value in row["providers"][OURS].items() if what.endswith("_bytes"))
-    assert "bytes" not in row or 1 <= amount / sum(row["bytes"].values()) <= 1.12
+    assert "bytes" not in row or 1 <= amount / sum(row["bytes"].values()) <= most
 
 
 @pytest.mark.full

@@ -27,10 +27,6 @@ from megatron_rc.analyze.statistics.significance import Test, holm, normal_p, se
 from megatron_rc.analyze.statistics.tail import TailSums, pareto_shape
 
 
-def size(chunk: Chunk) -> np.ndarray:
-    return np.abs(chunk.log_ratio)
-
-
 @pytest.mark.parametrize("shape", [0.2, 0.5, 0.9])
 def test_k_hat_is_the_shape_of_a_pareto_tail(shape: float) -> None:
     sums = TailSums()
@@ -54,7 +50,7 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
     chunk = loss_tokens(one_stale_server(world(1, sequences=32)))
     sums = ProfileSums(FACTORS["server"])
     sums.add(chunk)
-    values, servers = size(chunk), chunk.per_token("server")
+    values, servers = np.abs(chunk.log_ratio), chunk.per_token("server")
     means = {name: values[servers == name].mean() for name in set(servers.tolist())}
     within = sum(((values[servers == name] - mean) ** 2).sum() for name, mean in means.items())
     whole = ((values - values.mean()) ** 2).sum()

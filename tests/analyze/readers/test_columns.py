@@ -85,6 +85,7 @@ def test_a_text_column_may_be_dictionary_encoded_and_cannot_steer_a_terminal(tmp
         ("reward", pa.array(["good"] * 6), "must be a number, got string"),
         ("reward", pa.array([[1.0]] * 6), "must be a number, got list"),
         ("step", pa.array([1.5] * 6), "must be an integer, got double"),
+        ("step", pa.array(["a"] * 6), "must be an integer, got string"),
         ("server", pa.array([1] * 6), "must be text, got int64"),
         ("weight_versions", pa.array([[1]] * 6), "must be a list of spans"),
         ("weight_versions", pa.array([[{"version": 1}]] * 6), "must be a list of spans"),
@@ -94,6 +95,11 @@ def test_a_text_column_may_be_dictionary_encoded_and_cannot_steer_a_terminal(tmp
 def test_a_column_of_a_wrong_type_is_refused_by_name(name: str, array: pa.Array, expected: str, tmp_path: Path):
     path = with_column(tmp_path, name, array)
     refuses(rf"step-000003\.parquet: column '{name}' {expected}", read, path)
+
+
+def test_a_file_without_rows_is_one_sentence(tmp_path: Path):
+    pq.write_table(pa.Table.from_pylist(RECORDS)[:0], tmp_path / "x.parquet")
+    refuses(r"no row that can be read: .*x\.parquet has no rows", read, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "reward"])
@@ -132,6 +138,7 @@ def test_a_gap_in_a_column_of_sequences_drops_the_column_and_no_row(tmp_path: Pa
     for gap in (None, float("nan"), float("inf")):
         chunk, corrupt = read(write_parquet(tmp_path / "x.parquet", changed(2, reward=gap)))
         assert chunk.num_sequences == 6 and not corrupt.count and "reward" not in chunk.sequences
+    assert "reward" not in read(with_column(tmp_path, "reward", pa.nulls(6)))[0].sequences
 
 
 def test_a_missing_value_of_a_token_outside_of_the_loss_does_no_harm(tmp_path: Path):
