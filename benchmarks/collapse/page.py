@@ -53,8 +53,7 @@ def percent(values: pd.Series) -> str:
 
 
 def counted(rows: pd.DataFrame, event: str) -> str:
-    known = rows[event].dropna()
-    return f"{int(known.sum())} of {len(known)}" if len(known) else ""
+    return f"{int(rows[event].sum())} of {len(rows)}" if len(rows) else ""
 
 
 def k3(frame: pd.DataFrame, gap: str) -> float:
@@ -70,7 +69,7 @@ NUMBERS: dict[str, Callable[[pd.DataFrame], str]] = {
     "outside": lambda rows: f"{100 * rows.outside.median():.2g} %",
     "persistence": lambda rows: f"{rows.persistence.median():.2f}",
 }
-"""What page.md prints of an arm: {final:fixed-0.2-none}."""
+"""What page.md prints of an arm: {final:fixed-0.2-none}, of another task {final:copy/fixed-0.2-none}."""
 
 
 class _Of:
@@ -80,7 +79,8 @@ class _Of:
         self.frame, self.number = frame, number
 
     def __format__(self, arm: str) -> str:
-        if (rows := rows_of(self.frame, arm)).empty:
+        task, _, name = arm.rpartition("/")
+        if (rows := rows_of(self.frame, name, task or "arithmetic")).empty:
             raise ValueError(f"page.md: no run is called {full_name(arm)}")
         return self.number(rows)
 
@@ -259,7 +259,7 @@ def _rates(frame: pd.DataFrame) -> str:
 
 def _order(frame: pd.DataFrame) -> str:
     """Steps by which each signal moves later than k3, in uncorrected runs that fell, by clusters of task and seed."""
-    fallen = frame[(frame.seed < TUNING) & (frame.fell == True) & frame.run.str.contains("-none-")]  # noqa: E712
+    fallen = frame[(frame.seed < TUNING) & frame.fell & frame.run.str.contains("-none-")]
     lines = []
     for name in ("grad_norm", "log_ppl", "entropy", "accuracy"):
         gaps = (fallen[f"half_{name}"] - fallen.half_k3).groupby([fallen.task, fallen.seed]).mean().dropna()

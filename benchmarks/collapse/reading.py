@@ -83,7 +83,11 @@ def warm_up(folder: Path) -> str:
 def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
     """What the metrics of the training steps say."""
     quarter = max(1, len(trained) // 4)
-    early, late = trained[:quarter], trained[-quarter:]
+    early = trained[:quarter]
+    entropies = _values(trained, "entropy")
+    if not np.isfinite(late := entropies[-quarter:]).any():
+        # none of these steps had an update: their rewards were all equal
+        late = [value for value in entropies if math.isfinite(value)][-1:]
     k3_early = _average(_values(early, "k3"), statistics.median)
     clipped = np.add(_values(early, "clip_high"), _values(early, "clip_low"))
     first, second = _average(clipped[:10]), _average(clipped[10:20])
@@ -95,7 +99,7 @@ def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
         "clipped": _average(clipped),
         "growth": second / first if first else NAN,
         "persistence": _average(_values(early, "persistence")),
-        "entropy": _average(_values(late, "entropy")),
+        "entropy": _average(late),
         "entropy_k3": float(stats.spearmanr(pairs).statistic) if len(pairs) > 2 else NAN,
         "dropped": _average(_values(trained, "dropped")),
         "grad_norm": _average(_values(trained, "grad_norm")),

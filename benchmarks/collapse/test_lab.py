@@ -136,14 +136,19 @@ def test_a_run_becomes_one_row_and_reading_again_replaces_it(tmp_path: Path) -> 
     add([without], tmp_path / "rows.csv")
     (kept,) = read_csv(Row, tmp_path / "rows.csv")
     assert (kept.outside, kept.final) == (0.5, 0.25), "what only a dump tells stays"
-    older = dataclasses.replace(row, warm="older", entropy=math.nan)
-    assert add([older], tmp_path / "other.csv") == 1 == add([row], tmp_path / "other.csv"), "a whole row replaces it"
     settings = out / "lag/seed-3/settings.yaml"
     text = settings.read_text()
     # without an old pass the dump holds no log-probs of the trainer
     settings.write_text(text.replace("old: recompute", "old: rollout"))
     (blind,) = read(recipe, out)
     assert math.isnan(blind.outside) and blind.k3_early == 0.01
+    metrics = out / "lag/seed-3/metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in records[31:]:
+        del record["entropy"]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (stopped,) = read(recipe, out)
+    assert (row.entropy, stopped.entropy) == pytest.approx((sum(1 / step for step in range(46, 61)) / 15, 1 / 30))
     settings.write_text(text.replace("eval_samples: 2", "eval_samples: 1"))
     with pytest.raises(ValueError, match="lag seed 3: its evaluations have 256 answers, endpoints.min_answers 512"):
         list(read(recipe, out))
@@ -154,13 +159,12 @@ def test_a_run_becomes_one_row_and_reading_again_replaces_it(tmp_path: Path) -> 
 
 
 def test_the_plan_lists_runs_without_a_row(tmp_path: Path) -> None:
-    made = FRAME.assign(whole=True)
-    frame = made[made.run != full_name("fixed-0.1-no-clip")]
+    frame = FRAME[FRAME.run != full_name("fixed-0.1-no-clip")]
     (file,) = plan.write_left(frame, RECIPES, tmp_path)
     assert file.name == "clip.yaml" and len(grids.cells(grids.load(file))) == 5
     assert "| clip | 5 |" in plan.table_of(frame, RECIPES)
     # two recipes list five of these ten runs, and one makes them
-    files = plan.write_left(made[made.run != full_name("lag-16-token-mis")], RECIPES, tmp_path)
+    files = plan.write_left(FRAME[FRAME.run != full_name("lag-16-token-mis")], RECIPES, tmp_path)
     written = {file.stem: len(grids.cells(grids.load(file))) for file in files}
     assert written == {"controls": 5, "presets": 5} and not (tmp_path / "clip.yaml").exists()
 
@@ -213,6 +217,7 @@ def test_three_runs_that_are_made_again_agree_within_the_spread_of_their_seeds(t
 
 def test_no_planned_run_is_left_and_every_question_has_its_runs() -> None:
     assert not plan.left(FRAME, RECIPES)
+    assert FRAME.entropy.notna().all() and FRAME[FRAME.seed < TUNING].relative.notna().all()
     for question in page.questions():
         for name in itertools.chain(*question.pairs):
             assert len(rows_of(FRAME, name, question.task)), name
@@ -220,7 +225,7 @@ def test_no_planned_run_is_left_and_every_question_has_its_runs() -> None:
 
 def test_the_ends_of_the_committed_rows_are_those_of_their_evaluations() -> None:
     for row in read_csv(Row, FILE):
-        if row.accuracy and row.final:
+        if row.final:
             step = row.steps // (len(row.accuracy) - 1)
             found = outcome([step * n for n in range(len(row.accuracy))], row.accuracy, Endpoints())
             assert (row.final, row.best) == pytest.approx((found.final, found.best), abs=2e-4), row.key
