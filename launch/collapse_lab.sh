@@ -21,8 +21,8 @@ that is committed changes, unless --docs asks for it.
   --stage LIST        some stages, such as mechanism,presets (default: all):
                       ${stages[*]}
   --seeds LIST        such as 1,2,3 (default: those of each YAML)
-  --plan              print the runs that have no whole committed row yet, their hours and what they can decide; run nothing
-  --left              only the runs of the plan that have no whole committed row yet
+  --plan              print the runs that have no committed row yet, their hours and what they can decide; run nothing
+  --left              only the runs of the plan that have no committed row yet
   --budget-minutes N  start no run that would end later, and say what is left
   --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
   --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. Responses have
@@ -71,7 +71,7 @@ choose_task() {
     options+=(--set "model={hf_path: '${model//\'/\'\'}'}" --set warmup.steps=0)
 }
 
-# Sets $recipes to those of $chosen; with --left, to those with only the runs that have no whole committed row.
+# Sets $recipes to those of $chosen; with --left, to those with only the runs that have no committed row.
 choose_recipes() {
     local name folder="$ROOT/launch/recipes/collapse"
     if [[ "$left" ]]; then

@@ -90,9 +90,7 @@ def fall_p(arm: pd.DataFrame, other: pd.DataFrame) -> float:
     """p of the log-rank test of the time to the first fall; NaN where neither arm fell or one is empty."""
     sides = []
     for rows in (arm, other):
-        rows = rows[rows.fell.notna()]
-        fell = rows.fell.astype(bool)
-        sides.append((rows.fell_at.where(fell, rows.steps).to_numpy(), ~fell.to_numpy()))
+        sides.append((rows.fell_at.where(rows.fell, rows.steps).to_numpy(), ~rows.fell.to_numpy()))
     if min(ends.size for ends, _ in sides) == 0 or all(alive.all() for _, alive in sides):
         return NAN
     return float(stats.logrank(*(stats.CensoredData.right_censored(*side) for side in sides)).pvalue)

@@ -84,8 +84,7 @@ def arms(frame: pd.DataFrame) -> Any:
 
 
 def _mean(rows: pd.DataFrame) -> np.ndarray:
-    whole = rows.accuracy[(rows.accuracy.map(len) > 0) & (rows.steps == 120)]
-    return np.mean([list(values) for values in whole], axis=0)
+    return np.mean(list(rows[rows.steps == 120].accuracy), axis=0)
 
 
 def cliff(frame: pd.DataFrame) -> Any:

@@ -1,4 +1,4 @@
-"""The runs of the lab's recipes that have no whole row: how many, how long, and what they can decide."""
+"""The runs of the lab's recipes that have no row: how many, how long, and what they can decide."""
 
 import math
 from pathlib import Path
@@ -35,13 +35,13 @@ def left(frame: pd.DataFrame, recipes: Path) -> dict[Path, list[grid.Cell]]:
 def table_of(frame: pd.DataFrame, recipes: Path) -> str:
     """Markdown: a line per recipe with runs left."""
     lines = []
-    for recipe, cells in left(frame[frame.whole], recipes).items():
+    for recipe, cells in left(frame, recipes).items():
         seconds = frame[frame.task == task_of(grid.load(recipe))].seconds.median()
         seeds = int(pd.Series([cell.folder.parent.name for cell in cells]).value_counts().median())
         hours = f"{sum(cell.steps for cell in cells) / 120 * seconds / 3600:.1f}"
         lines.append([recipe.stem, str(len(cells)), hours, str(seeds), decides(frame, seeds)])
     heads = ("recipe", "runs left", "core-hours", "seeds", f"smallest difference found in {POWER:.0%} (points)")
-    return table(heads, lines) if lines else "runs.csv has a whole row for every planned run"
+    return table(heads, lines) if lines else "runs.csv has a row for every planned run"
 
 
 def decides(frame: pd.DataFrame, seeds: int) -> str:
@@ -59,7 +59,7 @@ def write_left(frame: pd.DataFrame, recipes: Path, folder: Path) -> list[Path]:
     for recipe in recipes.glob("*.yaml"):
         (folder / recipe.name).unlink(missing_ok=True)
     files = []
-    for recipe, unfinished in left(frame[frame.whole], recipes).items():
+    for recipe, unfinished in left(frame, recipes).items():
         seeds: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for cell in unfinished:
             seeds.setdefault(tuple(cell.choices.items()), []).append(cell.seed)

@@ -30,11 +30,11 @@ class Row:
     """Its choices on the axes of its recipe, joined by "-": the gap, the method, the learning rate and the variant."""
     seed: int
     warm: str
-    """Hash of the checkpoint that it starts from; for runs before that was kept, the held-out accuracy of that."""
+    """Hash of the checkpoint that it starts from; empty without a warm-up."""
     final: float
     """Mean held-out accuracy of the last 3 evaluations; 0 for a run that broke down."""
     best: float
-    """Largest mean of 3 consecutive evaluations; empty where these were not kept, and whether it fell is unknown."""
+    """Largest mean of 3 consecutive evaluations."""
     fell_at: float
     """Step at which a mean of 3 evaluations first lay 30 % or more below the best one before."""
     collapsed_at: float
@@ -55,7 +55,7 @@ class Row:
     persistence: float = NAN
     """Mean over the first quarter of the steps of the metric `persistence`; from a dump, after the full lag."""
     entropy: float = NAN
-    """Mean over the last quarter of the steps, nats."""
+    """Mean over the last quarter of the steps, nats; of a run without an update there, that of its last update."""
     entropy_k3: float = NAN
     """Rank correlation of entropy and k3 over the steps."""
     dropped: float = NAN
@@ -77,40 +77,31 @@ class Row:
     def key(self) -> tuple[str, str, int, str]:
         return self.task, self.run, self.seed, self.warm
 
-    @property
-    def whole(self) -> bool:
-        """Whether it has entropy, which older runs did not measure."""
-        return not math.isnan(self.entropy)
-
 
 def add(rows: Iterable[Row], file: Path = FILE) -> int:
     """Add rows to the file, in place of those of the same task, run, seed and warm-up; returns how many there are.
 
-    What only a whole dump tells stays known where the run was made again without one. A row that is not whole
-    makes way for a whole one of the same task, run and seed, whatever its warm-up.
+    What only a whole dump tells stays known where the run was made again without one.
     """
     known = {row.key: row for row in (read_csv(Row, file) if file.exists() else [])}
     for row in rows:
         before = known.get(row.key, row)
         kept = {name: getattr(before, name) for name in ("outside", "persistence") if math.isnan(getattr(row, name))}
         known[row.key] = dataclasses.replace(row, **kept)
-    made = {row.key[:3] for row in known.values() if row.whole}
-    stay = [row for _, row in sorted(known.items()) if row.whole or row.key[:3] not in made]
-    write_csv(Row, stay, file, digits=4)
-    return len(stay)
+    write_csv(Row, [row for _, row in sorted(known.items())], file, digits=4)
+    return len(known)
 
 
 def load(file: Path = FILE) -> pd.DataFrame:
     """All rows; `failed`: whether a run ends below 70 % of the exact one of its seed and warm-up, or of its seed."""
-    frame = pd.DataFrame([dataclasses.asdict(row) | {"whole": row.whole} for row in read_csv(Row, file)])
+    frame = pd.DataFrame([dataclasses.asdict(row) for row in read_csv(Row, file)])
     exact = frame[frame.run.str.fullmatch(r"exact-none-lr-3e-4-plain(-live)?")]
     own, nearest = (exact.groupby(keys).final.mean() for keys in (["task", "seed", "warm"], ["task", "seed"]))
     keys = zip(frame.task, frame.seed, frame.warm, strict=True)
     frame["relative"] = frame.final / [own.get(key, nearest.get(key[:2], NAN)) for key in keys]
     frame["failed"] = frame.relative < 0.7
     for event in ("fell", "collapsed"):
-        # none of them is known where the evaluations were not kept
-        frame[event] = frame[f"{event}_at"].notna().astype(object).where(frame.best.notna())
+        frame[event] = frame[f"{event}_at"].notna()
     return frame
 
 

@@ -2,7 +2,7 @@
 
     bash launch/collapse_lab.sh                                      # the runs, stage by stage
     python benchmarks/collapse/verdict.py --read runs/collapse/clip  # their rows into benchmarks/collapse/runs.csv
-    python benchmarks/collapse/verdict.py --plan                     # runs without a whole row, hours, power
+    python benchmarks/collapse/verdict.py --plan                     # runs without a row, hours, power
     python benchmarks/collapse/verdict.py --left runs/left           # recipes of these runs
     python benchmarks/collapse/verdict.py --docs                     # both pages and their figures
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", type=Path, nargs="+", metavar="FOLDER", default=[], help="output folders of grids")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="of all these folders")
-    parser.add_argument("--plan", action="store_true", help="print the planned runs that have no whole row")
+    parser.add_argument("--plan", action="store_true", help="print the planned runs that have no row")
     parser.add_argument("--left", type=Path, metavar="FOLDER", help="write their recipes there and name them")
     parser.add_argument("--docs", action="store_true", help="write the pages and draw their figures")
     options = parser.parse_args()
