@@ -92,21 +92,23 @@ def softmax_and_terms(
     """The softmax and the term of every row over all shards, without gradient here, and what the gradient needs."""
     if tp_group is None or tp_group.size() == 1 or correction.weight is not None or correction.reject:
         merged = softmax_of_rows(logits, rows, computed, tp_group, with_entropy=with_entropy)
-        found = _of_shard(logits, rows, merged.maximum, merged.log_sum, top, correction)
+        found = _of_shard(logits, rows, merged.maximum, merged.log_sum, top, correction, True)
         if tp_group is not None and tp_group.size() > 1:
             found = found._replace(sums=sum_in_order(gather_statistics(found.sums, tp_group)))
         return merged, *_terms(found, rows, merged, correction)
     # no weight depends on the softmax over all shards: the sums travel with the statistics that make it
     statistics = computed.shard_statistics(logits, rows, with_entropy=with_entropy)
     largest = torch.where(statistics[0] == -torch.inf, 0, statistics[0])
-    found = _of_shard(logits, rows, largest, torch.zeros_like(largest), top, correction)
+    found = _of_shard(logits, rows, largest, torch.zeros_like(largest), top, correction, False)
     gathered = gather_statistics(torch.cat([statistics, found.sums]), tp_group)
     merged = computed.merge_shards(gathered[:, :4].contiguous(), rows, with_entropy=with_entropy)
     below = _below(gathered[:, 0], rows, merged)
     mass, total, by_weight, by_p, squares, products, p_squares = gathered[:, 4:].unbind(1)
     scale = below.exp()
     parts = (scale * mass, total, by_weight + below * total, scale * (by_p + below * mass))
-    sums = sum_in_order(torch.stack([*parts, squares, scale * products, scale.square() * p_squares], 1))
+    products, p_squares = scale * products, scale.square() * p_squares
+    apart = (squares - 2 * products + p_squares, products - p_squares, p_squares)
+    sums = sum_in_order(torch.stack([*parts, *apart], 1))
     log_p = found.log_p + _below(largest[None], rows, merged)[0, :, None]
     return merged, *_terms(found._replace(sums=sums, log_p=log_p), rows, merged, correction)
 
@@ -177,7 +179,7 @@ class _OfShard(NamedTuple):
     """What one shard knows of the top ids of every row."""
 
     sums: Tensor
-    """[7, N] sums of p, q w, q w log p, p log p, (q w)^2, q w p and p^2 over its ids."""
+    """[7, N] sums of p, q w, q w log p, p log p, d^2, d p and p^2 over its ids; d = q w - p, or q w if not full."""
     log_p: Tensor
     """[N, k]."""
     weighted: Tensor
@@ -187,9 +189,9 @@ class _OfShard(NamedTuple):
 
 
 def _of_shard(
-    logits: Tensor, rows: Rows, maximum: Tensor, log_sum: Tensor, top: TopIds, correction: RolloutCorrection
+    logits: Tensor, rows: Rows, maximum: Tensor, log_sum: Tensor, top: TopIds, correction: RolloutCorrection, full: bool
 ) -> _OfShard:
-    """log p = (logit - maximum) / temperature - log_sum; chunk by chunk of rows."""
+    """log p = (logit - maximum) / temperature - log_sum, of all shards if ``full``; chunk by chunk of rows."""
     maximum, log_sum, parts = maximum.reshape(-1), log_sum.reshape(-1), []
     for span in _spans(rows):
         log_q, listed = (part.flatten(0, -2)[span] for part in (top.rollout_logprobs, top.ids >= 0))
@@ -200,7 +202,9 @@ def _of_shard(
         scored = log_p > -torch.inf
         weighted = torch.where(scored & (q > 0), q * _token_weight(log_p - log_q, log_p, correction), 0)
         p, log_p_or_0 = log_p.exp(), torch.where(scored, log_p, 0)
-        sums = (p, weighted, weighted * log_p_or_0, p * log_p_or_0, weighted.square(), weighted * p, p.square())
+        # where the weight is p / q, the difference is rounding: one of squares would leave the root of it as a drift
+        apart = weighted - p if full else weighted
+        sums = (p, weighted, weighted * log_p_or_0, p * log_p_or_0, apart.square(), apart * p, p.square())
         parts.append((torch.stack([part.sum(1) for part in sums]), log_p, weighted, q.sum(1)))
     sums, *others = zip(*parts, strict=True)
     return _OfShard(torch.cat(sums, 1), *(torch.cat(other) for other in others))
@@ -216,6 +220,7 @@ def _below(maxima: Tensor, rows: Rows, merged: Merged) -> Tensor:
 def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorrection) -> tuple[Centering, TopTerms]:
     """From sums over all shards."""
     mass, total, by_weight, by_p, squares, products, p_squares = found.sums
+    apart = total - mass
     rest = 1 - mass
     has_tail = rest > _ROUNDING
     alpha = ((1 - found.q) / rest).clamp(1 / LARGEST_TAIL_RATIO, LARGEST_TAIL_RATIO)
@@ -228,8 +233,9 @@ def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorre
     own = counted[:, None] & (found.log_p > -torch.inf)
     coefficients = torch.where(own, found.weighted - tail[:, None] * found.log_p.exp(), 0)
     total = total - tail * mass
-    slope = tail + total
-    drift = (squares - 2 * slope * products + slope.square() * p_squares).clamp(min=0).sqrt()
+    # q w - s p = d + (1 - s) p, with s = tail + total
+    left = rest * (1 - tail) - apart
+    drift = (squares + 2 * left * products + left.square() * p_squares).clamp(min=0).sqrt()
     answers = (by_weight - tail * by_p, found.q, mass, alpha * has_tail, drift)
     centering = Centering(*(torch.where(counted, value, 0).view(rows.targets.shape) for value in answers))
     return centering, TopTerms(found.log_p, coefficients, torch.where(counted, total, 0))

@@ -117,7 +117,9 @@ def test_score_centering_of_logits_and_of_the_linear_head_agree_for_ten_recorded
     assert len(updated) >= 10 and max(logits["centering/drift_removed"] for logits, _ in updated) > 1e-3
     for logits, linear in updated:
         for name in ("loss", "grad_norm", "centering/drift_removed", "current/k3"):
-            assert linear[name] == pytest.approx(logits[name], rel=1e-5), (logits["step"], name)
+            # where nothing is removed, the drift is the rounding of probabilities
+            least = 1e-7 if "drift" in name else 0
+            assert linear[name] == pytest.approx(logits[name], rel=1e-5, abs=least), (logits["step"], name)
 
 
 def test_what_if_finds_in_the_dump_the_drift_that_the_weights_of_a_run_leave(runs: Path) -> None:

@@ -174,6 +174,17 @@ def test_any_cut_equals_autograd_in_fp64(results: dict[Case, Any], case: Case) -
     assert (torch.cat([own[1] for own in gradients]) - by_weight).abs().max() < 1e-11
 
 
+def test_a_row_without_drift_has_none_but_the_rounding_of_fp32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits, gap = torch.randn(2, 200, 50, generator=generator)
+    values, ids = (logits + 0.05 * gap).double().log_softmax(1).topk(8)
+    top = TopIds(ids.int(), values.float())
+    # no ratio reaches the bound, so that every weight is p / q, and the corrected head is p itself
+    inside = RolloutCorrection(weight=Weight(upper=2.0), centering="top", old="current")
+    found = centered_logprobs(logits, ids[:, 0], top, inside)
+    assert found.centering.drift.max() < 1e-6
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.linear], ids=lambda _: "case")
 def test_the_loss_of_one_pass_has_the_loss_gradients_and_metrics_of_the_log_probs(results: Any, case: Case) -> None:
     for *_, (kept, one_pass, alone, metrics, *others) in results[case]:
