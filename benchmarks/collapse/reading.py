@@ -91,7 +91,7 @@ def measured(trained: Records, settings: JobSettings) -> dict[str, float]:
     k3_early = _average(_values(early, "k3"), statistics.median)
     clipped = np.add(_values(early, "clip_high"), _values(early, "clip_low"))
     first, second = _average(clipped[:10]), _average(clipped[10:20])
-    pairs = [(a, b) for a, b in zip(*(_values(trained, n) for n in ("entropy", "k3")), strict=True) if a == a and b > 0]
+    pairs = [(a, b) for a, b in zip(entropies, _values(trained, "k3"), strict=True) if a == a and b > 0]
     return {
         "k3_early": k3_early,
         "depth": _average(_values(early, "length")) / horizon(k3_early),

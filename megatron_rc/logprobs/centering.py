@@ -92,14 +92,14 @@ def softmax_and_terms(
     """The softmax and the term of every row over all shards, without gradient here, and what the gradient needs."""
     if tp_group is None or tp_group.size() == 1 or correction.weight is not None or correction.reject:
         merged = softmax_of_rows(logits, rows, computed, tp_group, with_entropy=with_entropy)
-        found = _of_shard(logits, rows, merged.maximum, merged.log_sum, top, correction, True)
+        found = _of_shard(logits, rows, merged.maximum, merged.log_sum, top, correction, full=True)
         if tp_group is not None and tp_group.size() > 1:
             found = found._replace(sums=sum_in_order(gather_statistics(found.sums, tp_group)))
         return merged, *_terms(found, rows, merged, correction)
     # no weight depends on the softmax over all shards: the sums travel with the statistics that make it
     statistics = computed.shard_statistics(logits, rows, with_entropy=with_entropy)
     largest = torch.where(statistics[0] == -torch.inf, 0, statistics[0])
-    found = _of_shard(logits, rows, largest, torch.zeros_like(largest), top, correction, False)
+    found = _of_shard(logits, rows, largest, torch.zeros_like(largest), top, correction, full=False)
     gathered = gather_statistics(torch.cat([statistics, found.sums]), tp_group)
     merged = computed.merge_shards(gathered[:, :4].contiguous(), rows, with_entropy=with_entropy)
     below = _below(gathered[:, 0], rows, merged)
@@ -220,7 +220,6 @@ def _below(maxima: Tensor, rows: Rows, merged: Merged) -> Tensor:
 def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorrection) -> tuple[Centering, TopTerms]:
     """From sums over all shards."""
     mass, total, by_weight, by_p, squares, products, p_squares = found.sums
-    apart = total - mass
     rest = 1 - mass
     has_tail = rest > _ROUNDING
     alpha = ((1 - found.q) / rest).clamp(1 / LARGEST_TAIL_RATIO, LARGEST_TAIL_RATIO)
@@ -232,10 +231,10 @@ def _terms(found: _OfShard, rows: Rows, merged: Merged, correction: RolloutCorre
         counted &= rows.mask.reshape(-1) != 0
     own = counted[:, None] & (found.log_p > -torch.inf)
     coefficients = torch.where(own, found.weighted - tail[:, None] * found.log_p.exp(), 0)
+    # the drift q w - s p is d + (1 - s) p
+    one_less_s = rest * (1 - tail) - (total - mass)
+    drift = (squares + 2 * one_less_s * products + one_less_s.square() * p_squares).clamp(min=0).sqrt()
     total = total - tail * mass
-    # q w - s p = d + (1 - s) p, with s = tail + total
-    left = rest * (1 - tail) - apart
-    drift = (squares + 2 * left * products + left.square() * p_squares).clamp(min=0).sqrt()
     answers = (by_weight - tail * by_p, found.q, mass, alpha * has_tail, drift)
     centering = Centering(*(torch.where(counted, value, 0).view(rows.targets.shape) for value in answers))
     return centering, TopTerms(found.log_p, coefficients, torch.where(counted, total, 0))

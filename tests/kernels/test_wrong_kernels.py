@@ -70,7 +70,7 @@ def check_out(wrong: Wrong, folder: Path) -> None:
     file.write_text(source.replace(wrong.line, wrong.becomes))
 
 
-# each test starts a process of its own, so that a run without --full has only one of them
+# each of these tests starts a process; without --full, only one of them runs
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "row gradient" else pytest.mark.full) for name in WRONG]

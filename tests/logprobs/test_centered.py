@@ -160,8 +160,8 @@ def test_any_cut_equals_autograd_in_fp64(results: dict[Case, Any], case: Case) -
     total = (torch.stack(expected) * problem.upstream).sum()
     by_logits, by_hidden, by_weight = torch.autograd.grad(total, (logits, hidden, weight))
     for (logprobs, entropy, term, *_, removed), *_ in ranks:
-        assert (removed - drift)[drift > 1e-9].abs().max() < 1e-12
-        # the root of a difference, whose rounding counts where nothing is removed
+        # without a weight it is the root of a difference over shards, whose rounding counts where nothing is removed
+        assert (removed - drift)[(drift > 1e-9) | (case.correction.weight is not None)].abs().max() < 1e-12
         assert (removed.square() - drift.square()).abs().max() < 1e-14
         for found, wanted in zip((logprobs, entropy, term), expected, strict=True):
             assert (found - wanted).abs().max() < 1e-12
@@ -182,7 +182,7 @@ def test_a_row_without_drift_has_none_but_the_rounding_of_fp32() -> None:
     # no ratio reaches the bound, so that every weight is p / q, and the corrected head is p itself
     inside = RolloutCorrection(weight=Weight(upper=2.0), centering="top", old="current")
     found = centered_logprobs(logits, ids[:, 0], top, inside)
-    assert found.centering.drift.max() < 1e-6
+    assert found.centering.drift.max() < 1e-7
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.linear], ids=lambda _: "case")

@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 44_253, "triton_kernels": 3_141, "tests": 42_632, "benchmarks": 7_082, "": 97_962}
+LINES = {"megatron_rc": 44_252, "triton_kernels": 3_141, "tests": 42_632, "benchmarks": 7_082, "": 97_961}
 """Lines of Python below each folder and ("") in all."""
 
 WORDS = 40_850
